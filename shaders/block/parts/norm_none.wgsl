@@ -1,0 +1,5 @@
+// No norm in front of the projection.
+fn norm_gain(chunk: u32) -> f32 { return 1.0; }
+fn norm_squares(v: mat4x4<f32>) -> f32 { return 0.0; }
+fn norm_apply(v: mat4x4<f32>, gain: f32) -> mat4x4<f32> { return v; }
+fn norm_scale(squares: f32) -> f32 { return 1.0; }

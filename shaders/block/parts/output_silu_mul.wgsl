@@ -1,0 +1,10 @@
+// y[token, row] = silu(result) * y[token, row]: the gate, where gate and up are stored in different formats.
+var<storage, read_write> y: array<f32>;          // (tokens, y_stride) f32
+fn output(row: u32, token: u32, results: array<f32, ROWS>) {
+  //@ unroll r in 0..ROWS
+  if (row + $ru < params.rows) {
+    let i = token * params.y_stride + params.first_row + row + $ru;
+    y[i] = results[$r] / (1.0 + exp(-results[$r])) * y[i];
+  }
+  //@ end
+}

@@ -1,0 +1,7 @@
+// A team within one subgroup: LANES is a power of two, at most the subgroup's size. Every lane gets the sum.
+var<private> team_index: u32;
+fn team_add(value: f32) -> f32 {
+  var sum = value;
+  for (var distance = 1u; distance < LANES; distance <<= 1u) { sum += subgroupShuffleXor(sum, distance); }
+  return sum;
+}

@@ -1,0 +1,152 @@
+"""Projections: a matrix on the device, and dispatches of `block/linear.wgsl` over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import CapacityError
+from ..gpu import Device, DeviceProfile, Recording
+from .quant import CHUNK, QuantizedTensor, rows_that_fit
+
+
+def padded(columns: int) -> int:
+    """The stride of rows of activations: whole chunks, so that kernels need no tail. The padding is zero and stays zero."""
+    return -(-columns // CHUNK) * CHUNK
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a matrix that one binding holds."""
+
+    first_row: int
+    rows: int
+    planes: Mapping[str, Any]
+
+
+class Matrix:
+    """A weight matrix on the device, in planes, in as many pieces as the device's binding limit asks for.
+
+    Pieces begin at multiples of `unit` rows, so that rows which belong together stay together.
+    """
+
+    def __init__(self, device: Device, matrix: QuantizedTensor, unit: int = 1):
+        self.rows, self.columns = matrix.shape
+        self.format = matrix.format
+        self.pieces: list[Piece] = []
+        self.nbytes = 0
+        height = rows_that_fit(matrix, device.profile.max_binding, unit)
+        if not height:
+            raise CapacityError(f"{unit} rows of {matrix!r} do not fit a binding of {device.profile.max_binding} bytes on {device.name}.")
+        for first in range(0, self.rows, height):
+            raw = matrix.raw[first : first + height]
+            tensors = {n: device.tensor(p) for n, p in QuantizedTensor(raw, (len(raw), self.columns), matrix.kind).planes().items()}
+            self.nbytes += sum(t.nbytes for t in tensors.values())
+            self.pieces.append(Piece(first, len(raw), tensors))
+
+    def __iter__(self) -> Iterator[Piece]:
+        return iter(self.pieces)
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """How `block/linear.wgsl` divides its work: `lanes` invocations share `rows` rows for `tokens` tokens."""
+
+    lanes: int
+    rows: int
+    tokens: int
+    workgroup: int
+
+
+def choose_linear(profile: DeviceProfile, rows: int, columns: int, tokens: int) -> LinearShape:
+    """The shape for a problem on a device; pure. `tokens` is the number a replay computes at most.
+
+    A CPU pays for loads per lane and for barriers: one invocation for several rows. A GPU wants many lanes a row, and loads in flight.
+    """
+    if profile.software:
+        workgroup = 64 if rows >= 8192 else 16
+        return LinearShape(1, 4, 1, workgroup) if tokens == 1 else LinearShape(1, 8, 4, 8)
+    chunks = padded(columns) // CHUNK
+    widest = max(1, min(32 if tokens == 1 else 8, profile.subgroup_size or 8, chunks))
+    lanes = 1 << (widest.bit_length() - 1)
+    return LinearShape(lanes, 4, 1 if tokens == 1 else 4, min(64, profile.max_invocations))
+
+
+def record_linear(
+    recording: Recording,
+    matrix: Matrix,
+    *,
+    step: Any,
+    x: Any,
+    output: str,
+    outputs: Mapping[str, Any],
+    tokens: int,
+    y_stride: int = 0,
+    first_row: int = 0,
+    gamma: Any = None,
+    eps: float = 0.0,
+    bias: Any = None,
+    token: str = "each",
+    parts: tuple[str, ...] = (),
+    options: Mapping[str, int] | None = None,
+    label: str = "",
+) -> None:
+    """Append y = output(W . norm(x)) to a recording: one dispatch a piece of the matrix.
+
+    Args:
+        step: buffer of `parts/step.wgsl`; x: (tokens, padded(columns)) float32.
+        output: which `block/parts/output_*` ends the kernel; `outputs` are the buffers it declares, `parts` and `options` what else it wants.
+        first_row: where the matrix's row 0 stands among the rows that the output part counts.
+        gamma: weights (padded(columns)) of an RMSNorm of x, with `eps`; None: no norm. bias: (rows) float32.
+        token: "each": tokens in, tokens out; "last": one output, from the last token of the step.
+    """
+    device = recording.device
+    shape = choose_linear(device.profile, matrix.rows, matrix.columns, tokens)
+    kernel = device.kernel(
+        "block/linear",
+        "step",
+        matrix.format.part,
+        f"block/parts/norm_{'none' if gamma is None else 'rms'}",
+        f"block/parts/bias_{'none' if bias is None else 'add'}",
+        device.profile.team_part(shape.lanes),
+        f"block/parts/token_{token}",
+        f"block/parts/output_{output}",
+        *parts,
+        LANES=shape.lanes,
+        ROWS=shape.rows,
+        TOKENS=shape.tokens,
+        PAIRS=shape.rows // 2,
+        QUADS=shape.rows // 4,
+        WORKGROUP=shape.workgroup,
+        **(options or {}),
+    )
+    for piece in matrix:
+        buffers = {"step": step, "x": x, **piece.planes, **outputs}
+        if gamma is not None:
+            buffers["gamma"] = gamma
+        if bias is not None:
+            buffers["bias"] = bias
+        params = {
+            "columns": matrix.columns,
+            "rows": piece.rows,
+            "x_stride": padded(matrix.columns),
+            "y_stride": y_stride,
+            "first_row": first_row + piece.first_row,
+            "eps": eps,
+        }
+        groups = -(-piece.rows * shape.lanes // (shape.rows * shape.workgroup))
+        recording.add(kernel, (*grid(groups, device.profile.max_workgroups), -(-tokens // shape.tokens)), buffers, params, label)
+
+
+def grid(groups: int, limit: int) -> tuple[int, int]:
+    """A linear number of workgroups as (x, y), each within the limit; kernels skip the surplus."""
+    y = -(-groups // limit)
+    return -(-groups // y), y
+
+
+def pad_vector(vector: np.ndarray) -> np.ndarray:
+    """A float32 vector with zeros up to whole chunks."""
+    return np.pad(np.asarray(vector, np.float32), (0, -len(vector) % CHUNK))

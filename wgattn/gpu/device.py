@@ -1,0 +1,140 @@
+"""A device: an adapter opened for compute, its buffers, and the kernels compiled for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError, CapacityError, DeviceError
+from . import webgpu
+from .kernel import Kernel
+from .profile import DeviceProfile, describe_limits, measure_subgroup_size
+from .shader import Option, assemble
+from .tensor import Tensor, dtype_of
+
+
+class Device:
+    """A WebGPU device.
+
+    Args:
+        adapter: part of an adapter's name, any case (see `list_adapters`); default: environment variable WGATTN_ADAPTER, else the best there is.
+        backend: "wgpu" (default) or "dawn"; default: environment variable WGATTN_BACKEND.
+        checked: compile shaders with every check of the compiler, several times slower; default: environment variable WGATTN_CHECKED=1.
+        limits: WebGPU limits to lower below what the adapter has, by their WebGPU names, to try out how code behaves on smaller GPUs.
+
+    Raises:
+        DeviceError: no adapter, none of that name, or it refuses to open.
+    """
+
+    def __init__(self, adapter: str | None = None, backend: str | None = None, *, checked: bool | None = None, limits: Mapping[str, int] | None = None):
+        self.backend = webgpu.load(backend or os.environ.get("WGATTN_BACKEND") or "wgpu")
+        self.checked = os.environ.get("WGATTN_CHECKED", "") not in ("", "0") if checked is None else checked
+        self.api = self.backend.api
+        self.adapter = webgpu.pick_adapter(self.backend, adapter)
+        try:
+            self.gpu = self.backend.request_device(
+                self.adapter, webgpu.usable_features(self.backend, self.adapter), self._limits(limits or {}), self.checked
+            )
+        except (self.api.GPUError, RuntimeError) as error:
+            raise DeviceError(f"{webgpu.describe(self.adapter)} refuses to open a device: {error}") from error
+        self._kernels: dict[tuple, Kernel] = {}
+        self._uniforms: dict[bytes, Any] = {}
+
+    def _limits(self, lowered: Mapping[str, int]) -> dict[str, int]:
+        limits = dict(self.adapter.limits)
+        for name, value in lowered.items():
+            if name not in limits:
+                raise ArgumentError(f"There is no WebGPU limit {name!r}.")
+            limits[name] = min(limits[name], int(value))
+        return limits
+
+    @property
+    def name(self) -> str:
+        return self.adapter.info["device"] or self.adapter.info["description"]
+
+    @cached_property
+    def profile(self) -> DeviceProfile:
+        return DeviceProfile(**describe_limits(self), subgroup_size=measure_subgroup_size(self))
+
+    def __repr__(self) -> str:
+        return f"Device({self.name!r}, backend={self.backend.name!r})"
+
+    # ---- buffers
+
+    def buffer(self, nbytes: int, *, uniform: bool = False) -> Any:
+        """A zeroed buffer for storage (or also for use as a uniform); CapacityError when it is larger than the device can make."""
+        size = max(16, -(-int(nbytes) // 4) * 4)
+        limit = self.gpu.limits["max-buffer-size"]
+        if size > limit:
+            raise CapacityError(f"A buffer of {size} bytes was asked for; {self.name} allows {limit}.")
+        usage = self.api.BufferUsage.STORAGE | self.api.BufferUsage.COPY_SRC | self.api.BufferUsage.COPY_DST
+        try:
+            return self.gpu.create_buffer(size=size, usage=usage | (self.api.BufferUsage.UNIFORM if uniform else 0))
+        except self.api.GPUError as error:
+            raise CapacityError(f"{self.name} could not make a buffer of {size} bytes: {error}") from error
+
+    def uniform(self, data: bytes) -> Any:
+        """A uniform buffer with fixed contents; equal contents share one buffer."""
+        if data not in self._uniforms:
+            self._uniforms[data] = self.buffer(len(data), uniform=True)
+            self.gpu.queue.write_buffer(self._uniforms[data], 0, data)
+        return self._uniforms[data]
+
+    def write(self, buffer: Any, array: np.ndarray, offset: int = 0) -> None:
+        """Copy an array to a buffer, at a byte offset (multiple of 4). An odd tail is padded with zeros."""
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        if data.size % 4:
+            data = np.concatenate([data, np.zeros(-data.size % 4, np.uint8)])
+        if data.size:
+            self.gpu.queue.write_buffer(buffer, offset, data)
+
+    def read(self, buffer: Any, dtype: Any, count: int, offset: int = 0) -> np.ndarray:
+        """Copy `count` elements from a byte offset (multiple of 4) to the host; waits for the work submitted so far."""
+        dtype = np.dtype(dtype)
+        nbytes = count * dtype.itemsize
+        if not nbytes:
+            return np.empty(0, dtype)
+        data = self.gpu.queue.read_buffer(buffer, offset, -(-nbytes // 4) * 4)
+        return np.frombuffer(data, np.uint8)[:nbytes].copy().view(dtype)
+
+    def tensor(self, array: Any, dtype: Any = None) -> Tensor:
+        """Copy an array to the device. float64 becomes float32, bool becomes uint32; dtype: float32, float16, uint32 or int32."""
+        array = np.asarray(array)
+        if dtype is None:
+            dtype = {"float64": np.float32, "bool": np.uint32, "int64": np.int32}.get(array.dtype.name, array.dtype)
+        dtype = dtype_of(dtype)
+        tensor = self.empty(array.shape, dtype)
+        self.write(tensor.buffer, array.astype(dtype, copy=False))
+        return tensor
+
+    def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Tensor:
+        """A tensor of zeros."""
+        dtype = dtype_of(dtype)
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        limit = self.profile.max_binding
+        if nbytes > limit:
+            raise CapacityError(f"A tensor of shape {tuple(shape)} takes {nbytes} bytes; {self.name} can bind {limit}.")
+        return Tensor(self, tuple(shape), dtype, self.buffer(nbytes))
+
+    # ---- kernels
+
+    def kernel(self, main: str, *parts: str, **options: Option) -> Kernel:
+        """The kernel made of a main file and parts with these options (see `shader.assemble`), compiled once a device."""
+        key = (main, parts, tuple(sorted(options.items())))
+        if key not in self._kernels:
+            self._kernels[key] = Kernel(self, assemble(main, parts, options, self.backend.directives))
+        return self._kernels[key]
+
+    def wait(self) -> None:
+        """Return when all submitted work is done."""
+        self.read(self.uniform(bytes(16)), np.uint32, 1)
+
+
+@cache
+def default_device() -> Device:
+    """The device that calls use when none is given: made on first use, from WGATTN_ADAPTER and WGATTN_BACKEND."""
+    return Device()

@@ -1,0 +1,96 @@
+"""Work recorded once and replayed: a list of dispatches whose pipelines, bind groups and grids are all made before the first replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import CapacityError
+from .kernel import Kernel
+from .tensor import Slice
+
+if TYPE_CHECKING:
+    from .device import Device
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """One dispatch; `label` says what it is for, for profiles."""
+
+    label: str
+    kernel: Kernel
+    pipeline: Any
+    bindings: Any
+    groups: tuple[int, int, int]
+
+
+class Recording:
+    """An ordered list of dispatches. `add` builds, `replay` only encodes and submits: one compute pass, one submit.
+
+    What changes between replays lives in buffers that the dispatches read, never in the list.
+    """
+
+    def __init__(self, device: Device):
+        self.device = device
+        self.dispatches: list[Dispatch] = []
+
+    def __len__(self) -> int:
+        return len(self.dispatches)
+
+    def __iter__(self) -> Iterator[Dispatch]:
+        return iter(self.dispatches)
+
+    def add(self, kernel: Kernel, groups: tuple[int, ...], buffers: Mapping[str, Any], params: Mapping[str, float] | None = None, label: str = "") -> None:
+        """Append one dispatch of `groups` workgroups (x[, y[, z]]); `params` fills `struct Params`, bound under the name `params`."""
+        x, y, z = (*groups, 1, 1)[:3]
+        limit = self.device.profile.max_workgroups
+        if max(x, y, z) > limit:
+            raise CapacityError(f"{kernel.source.name} needs a grid of {(x, y, z)} workgroups; {self.device.name} allows {limit} in a dimension.")
+        bound = dict(buffers)
+        if params is not None:
+            bound["params"] = self.device.uniform(kernel.pack(params))
+        self.dispatches.append(Dispatch(label or kernel.source.name, kernel, kernel.pipeline, kernel.bind(bound), (x, y, z)))
+
+    def encode(self, compute_pass: Any) -> None:
+        """Put all dispatches into an open compute pass."""
+        pipeline = None
+        for d in self.dispatches:
+            if d.pipeline is not pipeline:
+                pipeline = d.pipeline
+                compute_pass.set_pipeline(pipeline)
+            compute_pass.set_bind_group(0, d.bindings)
+            compute_pass.dispatch_workgroups(*d.groups)
+
+    def replay(self, times: int = 1) -> None:
+        """Encode and submit everything, `times` over, in one pass and one submit. Returns without waiting."""
+        encoder = self.device.gpu.create_command_encoder()
+        compute_pass = encoder.begin_compute_pass()
+        for _ in range(times):
+            self.encode(compute_pass)
+        compute_pass.end()
+        self.device.gpu.queue.submit([encoder.finish()])
+
+
+class StepState:
+    """All that changes from one replay to the next, in one buffer that one write renews: `parts/step.wgsl`, then token ids.
+
+    `step` (uniform) and `tokens` (storage, `chunk` u32) are what kernels bind.
+    """
+
+    _HEAD = 256  # where the token ids begin: the largest offset alignment that WebGPU allows a device to ask for
+
+    def __init__(self, device: Device, chunk: int):
+        self.device, self.chunk = device, chunk
+        self.buffer = device.buffer(self._HEAD + 4 * chunk, uniform=True)
+        self.step = Slice(self.buffer, 0, 16)
+        self.tokens = Slice(self.buffer, self._HEAD, 4 * chunk)
+
+    def write(self, position: int, token_ids: Sequence[int]) -> None:
+        """The next replay computes these tokens (at most `chunk`), the first of them at `position` in the sequence."""
+        words = np.zeros(self._HEAD // 4 + len(token_ids), np.uint32)
+        words[:2] = position, len(token_ids)
+        words[self._HEAD // 4 :] = token_ids
+        self.device.write(self.buffer, words)

