@@ -3,8 +3,8 @@
 from .device import Device, default_device
 from .kernel import Kernel
 from .profile import DeviceProfile
-from .recording import Recording, StepState
+from .recording import Readback, Recording, StepState
 from .tensor import Slice, Tensor
 from .webgpu import list_adapters
 
-__all__ = ["Device", "DeviceProfile", "Kernel", "Recording", "Slice", "StepState", "Tensor", "default_device", "list_adapters"]
+__all__ = ["Device", "DeviceProfile", "Kernel", "Readback", "Recording", "Slice", "StepState", "Tensor", "default_device", "list_adapters"]

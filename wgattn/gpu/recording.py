@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import CapacityError
 from .kernel import Kernel
-from .tensor import Slice
+from .tensor import Slice, Tensor
 
 if TYPE_CHECKING:
     from .device import Device
@@ -64,14 +64,42 @@ class Recording:
             compute_pass.set_bind_group(0, d.bindings)
             compute_pass.dispatch_workgroups(*d.groups)
 
-    def replay(self, times: int = 1) -> None:
-        """Encode and submit everything, `times` over, in one pass and one submit. Returns without waiting."""
+    def replay(self, times: int = 1, readback: Readback | None = None) -> None:
+        """Encode and submit everything, `times` over, in one pass and one submit. Returns without waiting.
+
+        `readback` then receives its tensor's contents, in the same submit.
+        """
         encoder = self.device.gpu.create_command_encoder()
         compute_pass = encoder.begin_compute_pass()
         for _ in range(times):
             self.encode(compute_pass)
         compute_pass.end()
+        if readback is not None:
+            readback.encode(encoder)
         self.device.gpu.queue.submit([encoder.finish()])
+
+
+class Readback:
+    """Memory that the host can map, kept for one tensor: reading it makes no buffer and needs no submit of its own."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+        self._size = -(-tensor.nbytes // 4) * 4
+        usage = tensor.device.api.BufferUsage
+        self._staging = tensor.device.gpu.create_buffer(size=self._size, usage=usage.MAP_READ | usage.COPY_DST)
+
+    def encode(self, encoder: Any) -> None:
+        """Put the copy from the device into a command encoder."""
+        encoder.copy_buffer_to_buffer(self.tensor.buffer, 0, self._staging, 0, self._size)
+
+    def numpy(self) -> np.ndarray:
+        """The contents that the last replay left; waits for it."""
+        self._staging.map_sync("READ_NOSYNC")  # plain "READ" would make and submit an empty command buffer first
+        try:
+            data = np.frombuffer(self._staging.read_mapped(), np.uint8)[: self.tensor.nbytes].copy()
+        finally:
+            self._staging.unmap()
+        return data.view(self.tensor.dtype).reshape(self.tensor.shape)
 
 
 class StepState:

@@ -17,7 +17,7 @@ from ..block.mlp import MlpBlock
 from ..block.quant import QuantizedTensor
 from ..block.rope import Rope
 from ..errors import ArgumentError, CapacityError, FormatError, Unsupported
-from ..gpu import Device, DeviceProfile, Recording, StepState, default_device
+from ..gpu import Device, DeviceProfile, Readback, Recording, StepState, default_device
 from .gguf import ModelFile, find_model
 from .sample import sample
 from .tokenizer import Tokenizer
@@ -190,7 +190,7 @@ class Llama:
     def _record(self) -> None:
         """Make every recording that a step can need: nothing is built after this."""
         c, device = self.config, self.device
-        self.chunk = prefill_chunk(device.profile)
+        self.chunk = prefill_chunk(device.profile, padded(max(c.embed_dim, c.num_heads * c.head_dim, c.hidden_dim)))
         self._state = StepState(device, self.chunk)
         shape = lambda width: (self.chunk, padded(width))  # noqa: E731
         self._scratch = {
@@ -202,6 +202,7 @@ class Llama:
             "rope": device.tensor(self.rope.table(self.capacity)),
         }
         self.logits = device.empty((c.vocab_size,))
+        self._readback = Readback(self.logits)
         limits = regimes(device.profile)
         self._prefill = self._recording(self.chunk, self.capacity, output=False)
         self._decode = [(limit, self._recording(1, limit, output=True)) for limit in limits]
@@ -253,17 +254,17 @@ class Llama:
             self._state.write(self.length, part)
             self._prefill.replay()
             self.length += len(part)
-        self._head.replay()
-        return self.logits.numpy()
+        self._head.replay(readback=self._readback)
+        return self._readback.numpy()
 
     def decode(self, token_id: int) -> np.ndarray:
         """Append one token; (vocab,) float32 logits. One replay of a recording. Raises as `prefill` does."""
         token_ids = self._checked([token_id])
         recording = self._decoding(self.length)
         self._state.write(self.length, token_ids)
-        recording.replay()
+        recording.replay(readback=self._readback)
         self.length += 1
-        return self.logits.numpy()
+        return self._readback.numpy()
 
     def reset(self) -> None:
         """Forget the sequence. Its memory is kept; kernels never read beyond the length."""
@@ -335,6 +336,12 @@ def _layer(tensors: _Tensors, c: LlamaConfig, i: int) -> tuple[dict, dict]:
     return attention, mlp
 
 
-def prefill_chunk(profile: DeviceProfile) -> int:
-    """Tokens of a prompt that one replay computes; a CPU gains nothing from more, a GPU needs them to be busy."""
-    return 64 if profile.software else 256
+def prefill_chunk(profile: DeviceProfile, width: int) -> int:
+    """Tokens of a prompt that one replay computes, `width` floats of activations each; pure.
+
+    A CPU gains nothing from more than 64, a GPU needs them to be busy; a small binding limit may allow fewer.
+    """
+    fits = profile.max_binding // (4 * width)
+    if not fits:
+        raise CapacityError(f"One token takes {4 * width} bytes of activations; {profile.name} can bind {profile.max_binding}.")
+    return min(64 if profile.software else 256, fits)

@@ -1,0 +1,171 @@
+"""What every operation means, in plain float64 NumPy. Slow and obvious: the kernels are tested against it, and so can you test them.
+
+Shapes are named as in the rest of the package: B batch, S queries, T keys, H query heads, Hkv KV heads, D head dim, E embedding, I hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray
+
+
+def rms_norm(x: Array, weight: Array | None = None, eps: float = 1e-5) -> Array:
+    """x * weight / sqrt(mean(x^2) + eps) over the last axis."""
+    x = np.asarray(x, np.float64)
+    normed = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+    return normed if weight is None else normed * np.asarray(weight, np.float64)
+
+
+def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    """x (..., columns) . weight (rows, columns)^T + bias (rows)."""
+    y = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    return y if bias is None else y + np.asarray(bias, np.float64)
+
+
+def silu(x: Array) -> Array:
+    """x / (1 + e^-x)."""
+    x = np.asarray(x, np.float64)
+    return x / (1 + np.exp(-x))
+
+
+def swiglu(x: Array, gate: Array, up: Array) -> Array:
+    """silu(x . gate^T) * (x . up^T)."""
+    return silu(linear(x, gate)) * linear(x, up)
+
+
+def embed(token_ids: Sequence[int], matrix: Array) -> Array:
+    """Rows of the embedding matrix (vocab, E), one a token."""
+    return np.asarray(matrix, np.float64)[list(token_ids)]
+
+
+def apply_rope(x: Array, positions: Array, *, base: float = 10000.0, dim: int | None = None, interleaved: bool = False, factors: Array | None = None) -> Array:
+    """Rotate pairs of channels of x (..., S, H, D) by position * base^(-2i / dim) [/ factors[i]].
+
+    Pair i is (2i, 2i + 1) when interleaved, else (i, i + dim / 2); channels from `dim` on pass through. Su et al. 2021.
+    """
+    x = np.array(x, np.float64)
+    dim = x.shape[-1] if dim is None else dim
+    frequencies = base ** (-np.arange(0, dim, 2) / dim)
+    if factors is not None:
+        frequencies = frequencies / np.asarray(factors, np.float64)
+    angles = np.asarray(positions, np.float64)[:, None, None] * frequencies  # (S, 1, dim / 2)
+    cos, sin = np.cos(angles), np.sin(angles)
+    first, second = (slice(0, dim, 2), slice(1, dim, 2)) if interleaved else (slice(0, dim // 2), slice(dim // 2, dim))
+    a, b = x[..., first].copy(), x[..., second].copy()
+    x[..., first], x[..., second] = a * cos - b * sin, a * sin + b * cos
+    return x
+
+
+def visible(
+    S: int,
+    T: int,
+    *,
+    is_causal: bool = False,
+    causal_alignment: str = "bottom_right",
+    window_size: int | tuple[int, int] | None = None,
+    length: int | None = None,
+) -> Array:
+    """(S, T) bool: which keys a query may see. Query i stands at key position i + length - S (bottom right) or i (top left)."""
+    length = T if length is None else length
+    at = np.arange(S)[:, None] + (length - S if causal_alignment == "bottom_right" else 0)
+    key = np.arange(T)[None, :]
+    seen = np.broadcast_to(key < length, (S, T)).copy()
+    if is_causal:
+        seen &= key <= at
+    if window_size is not None:
+        left, right = (window_size - 1, 0) if isinstance(window_size, int | np.integer) else window_size
+        if left >= 0:
+            seen &= key >= at - left
+        if right >= 0:
+            seen &= key <= at + right
+    return seen
+
+
+def attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: Array | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window_size: int | tuple[int, int] | None = None,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    causal_alignment: str = "bottom_right",
+    key_lengths: Array | None = None,
+) -> tuple[Array, Array]:
+    """Scaled dot-product attention: (out (B, H, S, Dv), lse (B, H, S)), for query (B, H, S, D), key (B, Hkv, T, D), value (B, Hkv, T, Dv).
+
+    In this order: scale, softcap (cap * tanh(x / cap)), ALiBi (-slope * distance), mask, causal rule and window, softmax.
+    Head h reads KV head h // (H // Hkv). A bool or integer mask lets nonzero take part, a float mask is added; it is broadcast to
+    (B, H, S, Tm), and where Tm < T it belongs to the last keys and the earlier ones are visible. `sinks` (H) are logits that join the
+    softmax's sum and nothing else (and so the lse). `key_lengths` (B): keys that a sequence has. A row that sees nothing gives zeros and
+    lse -inf (with a sink: the sink). lse is the natural log of the sum of exponentials.
+    """
+    query, key, value = (np.asarray(a, np.float64) for a in (query, key, value))
+    (B, H, S, D), (_, Hkv, T, _) = query.shape, key.shape
+    key, value = (np.repeat(a, H // Hkv, axis=1) for a in (key, value))
+    lengths = np.full(B, T) if key_lengths is None else np.asarray(key_lengths)
+    rule = {"is_causal": is_causal, "causal_alignment": causal_alignment, "window_size": window_size}
+    seen = np.stack([np.broadcast_to(visible(S, T, length=int(n), **rule), (H, S, T)) for n in lengths])
+    wanted = seen.any((1, 2))[:, None, :, None]  # a key that nobody sees may hold anything
+    key, value = np.where(wanted, key, 0), np.where(wanted, value, 0)
+    score = np.einsum("bhsd,bhtd->bhst", query, key) * (1 / np.sqrt(D) if scale is None else scale)
+    if softcap:
+        score = softcap * np.tanh(score / softcap)
+    if alibi_slopes is not None:
+        offset = lengths - S if causal_alignment == "bottom_right" else np.zeros(B, int)
+        distance = np.abs(np.arange(S)[None, :, None] + offset[:, None, None] - np.arange(T))
+        score = score - np.broadcast_to(np.asarray(alibi_slopes, np.float64), (B, H))[:, :, None, None] * distance[:, None]
+    if attn_mask is not None:
+        mask = np.asarray(attn_mask)
+        keep = mask != 0 if mask.dtype.kind in "biu" else mask > np.finfo(np.float32).min
+        bias = np.zeros(mask.shape) if mask.dtype.kind in "biu" else np.where(keep, mask, 0).astype(np.float64)
+        missing = T - mask.shape[-1] if mask.shape[-1] != 1 or T == 1 else 0
+        pad = [(0, 0)] * (mask.ndim - 1) + [(missing, 0)]
+        seen = seen & np.broadcast_to(np.pad(keep, pad, constant_values=True), seen.shape)
+        score = score + np.broadcast_to(np.pad(bias, pad), seen.shape)
+    top = np.where(seen, score, -np.inf).max(-1, keepdims=True, initial=-np.inf)
+    sink = np.full((1, H, 1, 1), -np.inf) if sinks is None else np.asarray(sinks, np.float64).reshape(1, H, 1, 1)
+    top = np.maximum(top, sink)
+    top = np.where(np.isfinite(top), top, 0.0)
+    with np.errstate(under="ignore"):
+        p = np.where(seen, np.exp(np.where(seen, score, top) - top), 0.0)
+        total = p.sum(-1, keepdims=True) + np.exp(sink - top)
+    out = np.einsum("bhst,bhtd->bhsd", p / np.where(total > 0, total, 1), value)
+    with np.errstate(divide="ignore"):
+        return out, (np.log(total) + top)[..., 0]
+
+
+def merge_state(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> tuple[Array, Array]:
+    """Attention over two disjoint sets of keys from the attention over each: o (..., D), lse (...), natural log."""
+    lse_a, lse_b = np.asarray(lse_a, np.float64), np.asarray(lse_b, np.float64)
+    lse = np.logaddexp(lse_a, lse_b)
+    weight = [np.where(np.isfinite(lse), np.exp(part - np.where(np.isfinite(lse), lse, 0)), 0)[..., None] for part in (lse_a, lse_b)]
+    return weight[0] * np.asarray(o_a, np.float64) + weight[1] * np.asarray(o_b, np.float64), lse
+
+
+def llama(weights: Mapping[str, Array], token_ids: Sequence[int], config: Any, factors: Array | None = None) -> Array:
+    """Logits (tokens, vocab) of a Llama-family model; weights by their GGUF names, dequantised; `config` as `wgattn.llm.llama.LlamaConfig`."""
+    h, positions = embed(token_ids, weights["token_embd.weight"]), np.arange(len(token_ids))
+    for i in range(config.layers):
+        w = {name: weights.get(f"blk.{i}.{name}") for name in (*(f"attn_{m}.{k}" for m in ("q", "k", "v", "output") for k in ("weight", "bias")),)}
+        n = rms_norm(h, weights[f"blk.{i}.attn_norm.weight"], config.eps)
+        heads = []
+        for m, count in (("q", config.num_heads), ("k", config.num_kv_heads), ("v", config.num_kv_heads)):
+            rows = linear(n, w[f"attn_{m}.weight"], w[f"attn_{m}.bias"]).reshape(len(token_ids), count, config.head_dim)
+            if m != "v":
+                rows = apply_rope(rows, positions, base=config.rope_base, dim=config.rope_dim, interleaved=True, factors=factors)
+            heads.append(rows.swapaxes(0, 1)[None])
+        out, _ = attention(*heads, is_causal=True)
+        h = h + linear(out[0].swapaxes(0, 1).reshape(len(token_ids), -1), w["attn_output.weight"], w["attn_output.bias"])
+        n = rms_norm(h, weights[f"blk.{i}.ffn_norm.weight"], config.eps)
+        h = h + linear(swiglu(n, weights[f"blk.{i}.ffn_gate.weight"], weights[f"blk.{i}.ffn_up.weight"]), weights[f"blk.{i}.ffn_down.weight"])
+    n = rms_norm(h, weights["output_norm.weight"], config.eps)
+    return linear(n, weights.get("output.weight", weights["token_embd.weight"]))
