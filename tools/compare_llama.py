@@ -86,8 +86,16 @@ def main() -> None:
         table.add_row(name, f"{us[key]:.2f}", f"{peer[key]:.2f}", f"{ratios[key]:.1f}x")
     Console().print(table)
     if args.json:
-        result = {"date": datetime.date.today().isoformat(), "wgattn_version": wgattn.__version__, "model": path.name, "wgattn": us, "peer": peer, "ratio": ratios}
-        args.json.write_text(json.dumps(result | {"sizes": dict(zip(("prompt", "decode", "depth", "repeat"), sizes, strict=True))}, indent=1) + "\n")
+        result = {
+            "date": datetime.date.today().isoformat(),
+            "wgattn_version": wgattn.__version__,
+            "model": path.name,
+            "sizes": dict(zip(("prompt", "decode", "depth", "repeat"), sizes, strict=True)),
+            "wgattn": us,
+            "peer": peer,
+            "ratio": ratios,
+        }
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

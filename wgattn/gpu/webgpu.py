@@ -21,7 +21,10 @@ from ..errors import ArgumentError, DeviceError, Unsupported
 _FEATURES = ("shader-f16", "subgroup", "timestamp-query", "timestamp-query-inside-passes")
 # What kinds of adapter to prefer when none is named.
 _PREFERENCE = ("DiscreteGPU", "IntegratedGPU", "VirtualGPU", "Unknown", "CPU")
-_NO_ADAPTER = "No WebGPU adapter was found. Install a GPU driver with Vulkan, Metal or DX12, or software Vulkan (Debian, Ubuntu: apt install mesa-vulkan-drivers)."
+_NO_ADAPTER = (
+    "No WebGPU adapter was found. Install a GPU driver with Vulkan, Metal or DX12, "
+    "or software Vulkan (Debian, Ubuntu: apt install mesa-vulkan-drivers)."
+)
 
 
 class Backend:
