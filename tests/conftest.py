@@ -1,10 +1,16 @@
 """Fixtures that all tests share."""
 
+import dataclasses
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import wgattn
 from wgattn.errors import ModelNotFound
+from wgattn.gpu import Device, DeviceProfile, shader
 from wgattn.llm.gguf import find_model
 
 
@@ -15,3 +21,93 @@ def smollm2_path() -> Path:
         return find_model("smollm2")
     except ModelNotFound as error:
         pytest.fail(str(error))
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Fresh numbers for each test and each run; a failing test shows how to get the same ones again."""
+    run = getattr(request.config.option, "randomly_seed", 0)
+    run = run if isinstance(run, int) else 0
+    seed = [run, zlib.crc32(request.node.nodeid.encode())]
+    request.node.add_report_section("setup", "seed", f"np.random.default_rng({seed}); the same numbers again: pytest --randomly-seed={run}")
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture(scope="session")
+def device() -> Device:
+    """The device as it is."""
+    found = wgattn.default_device()
+    assert found.profile  # measured now: tests that count objects or swap shaders must not see the probe
+    return found
+
+
+class WideProfile(DeviceProfile):
+    """Teams of many lanes where subgroups are too small for them: through workgroup memory."""
+
+    def team_part(self, lanes: int) -> str:
+        return "team_one" if lanes == 1 else "team_workgroup"
+
+
+def with_profile(**changes: object) -> Device:
+    """A device that says of itself what it is not, so that kernels take the shapes of another kind."""
+    made = Device()
+    made.profile = dataclasses.replace(made.profile, **changes)
+    return made
+
+
+def wide_lanes() -> Device:
+    made = Device()
+    made.profile = WideProfile(**{**dataclasses.asdict(made.profile), "kind": "DiscreteGPU", "subgroup_size": 32})
+    return made
+
+
+_VARIANTS: Mapping[str, Callable[[], Device]] = {
+    "software": lambda: with_profile(kind="CPU"),
+    "gpu_shape": lambda: with_profile(kind="DiscreteGPU"),
+    "gpu_shape_no_subgroup": lambda: with_profile(kind="DiscreteGPU", subgroup_size=0),
+    "gpu_shape_32_lanes": wide_lanes,
+    "checked": lambda: Device(checked=True),
+    "small_binding": lambda: Device(limits={"max-storage-buffer-binding-size": 1 << 20}),
+}
+
+
+class Devices(Mapping):
+    """Variants of the device by name, each made when first asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Device] = {}
+
+    def __getitem__(self, name: str) -> Device:
+        if name not in self._made:
+            self._made[name] = _VARIANTS[name]()
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_VARIANTS)
+
+    def __len__(self) -> int:
+        return len(_VARIANTS)
+
+
+@pytest.fixture(scope="session")
+def devices() -> Devices:
+    """The device in variants, so that one machine runs the kernel shapes of all kinds: software and GPU shapes, with subgroups and without,
+    with all of the compiler's checks, and with room for 1 MiB in a binding."""
+    return Devices()
+
+
+@pytest.fixture
+def write_shader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Device) -> Iterator[Callable[[str, str], str]]:
+    """write_shader(name, text) puts a shader where the assembler looks, for the length of a test; the house's own are out of sight."""
+    monkeypatch.setattr(shader, "SHADERS", tmp_path)
+    shader._read.cache_clear()
+
+    def write(name: str, text: str) -> str:
+        path = tmp_path / f"{name}.wgsl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        shader._read.cache_clear()
+        return name
+
+    yield write
+    shader._read.cache_clear()

@@ -13,7 +13,7 @@ from ..errors import ArgumentError, CapacityError, DeviceError
 from . import webgpu
 from .kernel import Kernel
 from .profile import DeviceProfile, describe_limits, measure_subgroup_size
-from .shader import Option, assemble
+from .shader import Option, Part, assemble
 from .tensor import Tensor, dtype_of
 
 
@@ -31,7 +31,7 @@ class Device:
     """
 
     def __init__(self, adapter: str | None = None, backend: str | None = None, *, checked: bool | None = None, limits: Mapping[str, int] | None = None):
-        self.backend = webgpu.load(backend or os.environ.get("WGATTN_BACKEND") or "wgpu")
+        self.backend = webgpu.load(backend)
         self.checked = os.environ.get("WGATTN_CHECKED", "") not in ("", "0") if checked is None else checked
         self.api = self.backend.api
         self.adapter = webgpu.pick_adapter(self.backend, adapter)
@@ -122,9 +122,9 @@ class Device:
 
     # ---- kernels
 
-    def kernel(self, main: str, *parts: str, **options: Option) -> Kernel:
+    def kernel(self, main: str, *parts: str | Part, **options: Option) -> Kernel:
         """The kernel made of a main file and parts with these options (see `shader.assemble`), compiled once a device."""
-        key = (main, parts, tuple(sorted(options.items())))
+        key = (main, parts, tuple((k, type(v), v) for k, v in sorted(options.items())))  # 1, 1.0 and True are equal, but not in WGSL
         if key not in self._kernels:
             self._kernels[key] = Kernel(self, assemble(main, parts, options, self.backend.directives))
         return self._kernels[key]

@@ -25,6 +25,24 @@ SHADERS = _PACKAGE / "shaders" if (_PACKAGE / "shaders").is_dir() else _PACKAGE.
 
 Option = bool | int | float | str
 
+
+@dataclass(frozen=True)
+class Part:
+    """A part whose text has holes: `$name` is replaced by `names["name"]`. Lets one text serve several buffers of a kernel."""
+
+    path: str
+    names: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, path: str, **names: str) -> Part:
+        return cls(path, tuple(sorted(names.items())))
+
+    def text(self) -> str:
+        text = _read(self.path)
+        for name, value in self.names:
+            text = text.replace(f"${name}", value)
+        return text
+
 _COMMENT = re.compile(r"//[^\n]*")
 _BUFFER = re.compile(r"^var<(uniform|storage, read_write|storage, read)>\s+(\w+)", re.M)
 _OVERRIDE = re.compile(r"^override\s+(\w+)(?::\s*\w+)?(?:\s*=\s*([^;]+))?;", re.M)
@@ -66,15 +84,15 @@ def _read(path: str) -> str:
         raise ArgumentError(f"There is no shader {path!r} in {SHADERS}.") from None
 
 
-def assemble(main: str, parts: tuple[str, ...] = (), options: Mapping[str, Option] | None = None, directives: Mapping[str, str] | None = None) -> Source:
-    """Join one main file (`wing/name`) with parts (`wing/parts/name` or `parts/name`) and options.
+def assemble(main: str, parts: tuple[str | Part, ...] = (), options: Mapping[str, Option] | None = None, directives: Mapping[str, str] | None = None) -> Source:
+    """Join one main file (`wing/name`) with parts (`wing/parts/name`, or `name` for `parts/name`; a `Part` fills holes) and options.
 
     An option that the text declares with `override` goes to the pipeline. Any other becomes a module constant, or an alias where the
     value is text (`KV="f16"`). A block between `//@ unroll r in 0..ROWS` and `//@ end` is repeated with `$r` replaced, because naga does
     not unroll loops and arrays indexed by a loop variable are slow. `directives` maps a feature to the line that a compiler wants for it.
     """
     options = dict(options or {})
-    body = "\n".join([_read(main), *(_read(p if "/" in p else f"parts/{p}") for p in parts)])
+    body = "\n".join([_read(main), *(p.text() if isinstance(p, Part) else _read(p if "/" in p else f"parts/{p}") for p in parts)])
     body = _unroll(body, options)
     code = _COMMENT.sub("", body)
     declared = dict(_OVERRIDE.findall(code))
@@ -174,10 +192,23 @@ def evaluate(expression: str, values: Mapping[str, float]) -> int:
 def _bytes(kind: str, values: Mapping[str, float]) -> int:
     """Size of a workgroup variable's type."""
     kind = kind.strip()
-    if match := re.fullmatch(r"array<(.*),\s*([^,<>]+)>", kind, re.S):
-        return _bytes(match[1], values) * evaluate(match[2], values)
+    if match := re.fullmatch(r"array<(.*)>", kind, re.S):
+        element, length = _split_at_comma(match[1])
+        return _bytes(element, values) * evaluate(length, values)
     if match := re.fullmatch(r"vec([234])<(\w+)>", kind):
         return {2: 2, 3: 4, 4: 4}[int(match[1])] * _SIZES[match[2]]
     if match := re.fullmatch(r"atomic<(\w+)>", kind):
         return _SIZES[match[1]]
     return _SIZES[kind]
+
+
+def _split_at_comma(text: str) -> tuple[str, str]:
+    """What stands before and behind the first comma outside all brackets; within parentheses, < and > are operators."""
+    angles = parentheses = 0
+    for i, character in enumerate(text):
+        parentheses += (character == "(") - (character == ")")
+        if not parentheses:
+            angles += (character == "<") - (character == ">")
+            if character == "," and not angles:
+                return text[:i], text[i + 1 :]
+    raise ValueError(f"not an element type and a length: {text!r}")

@@ -111,10 +111,13 @@ class DawnBackend(Backend):
         return tuple(tuple(c[f] for f in fields) for c in configs if all(f in c for f in fields))
 
 
-@cache
 def load(name: str | None = None) -> Backend:
     """The backend of that name: "wgpu" or "dawn"; by default WGATTN_BACKEND, else "wgpu"."""
-    name = name or os.environ.get("WGATTN_BACKEND") or "wgpu"
+    return _load(name or os.environ.get("WGATTN_BACKEND") or "wgpu")
+
+
+@cache
+def _load(name: str) -> Backend:
     classes = {"wgpu": Backend, "dawn": DawnBackend}
     if name not in classes:
         raise ArgumentError(f"There is no backend {name!r}; choose one of {', '.join(classes)}.")
