@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..errors import ArgumentError, CapacityError
-from ..gpu import Device
+from ..gpu import Device, Tensor
+from .problem import Rows
 
 KV_DTYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16)}
 
@@ -37,9 +38,9 @@ class KVCache:
     def store_part(self) -> str:
         return f"cache_store_{self.dtype}"
 
-    @property
-    def load_part(self) -> str:
-        return f"cache_load_{self.dtype}"
+    def rows(self, tensor: Tensor) -> Rows:
+        """How `keys` or `values` lie in memory."""
+        return Rows(tensor, tensor.size, self.capacity * self.head_dim, self.head_dim)
 
     def k(self, length: int) -> np.ndarray:
         """(num_kv_heads, length, head_dim) float32 copy of the first `length` keys."""

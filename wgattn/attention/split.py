@@ -1,13 +1,16 @@
-"""Attention of one or a few queries over a long cache: `attention/split.wgsl`, keys split among workgroups where that fills the device."""
+"""Path "split": attention of a few queries over many keys, `attention/split.wgsl`, the keys split among workgroups where that fills the device."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ..gpu import Device, DeviceProfile, Recording, Tensor
+from ..gpu import Device, DeviceProfile, Recording, Tensor, grid
+from . import problem as common
 from .kv_cache import KVCache
+from .problem import OPEN, Operands, Problem, Rows
 
 _SHORT = 256
 """Keys up to which one workgroup a KV head is quicker than splitting and combining."""
@@ -30,67 +33,79 @@ def regimes(profile: DeviceProfile) -> list[int]:
     return [2**32] if profile.software else [_SHORT, 2**32]
 
 
-def choose_split(profile: DeviceProfile, num_heads: int, num_kv_heads: int, head_dim: int, tokens: int, length: int) -> SplitShape:
-    """The shape for lengths up to `length`; pure."""
-    ratio, width = num_heads // num_kv_heads, head_dim // 4
+def choose_split(profile: DeviceProfile, problem: Problem) -> SplitShape:
+    """The shape for a problem on a device; pure. `problem.keys` is the most keys there can be."""
+    width = max(problem.width, problem.value_width)
     if profile.software or profile.subgroup_size == 0:
         lanes, workgroup, registers = 1, 8 if profile.software else 64, 64
     else:
         lanes = 1 << (min(profile.subgroup_size, width).bit_length() - 1)
         workgroup, registers = min(256, profile.max_invocations), 16
-    while workgroup > lanes and (workgroup // lanes) * (4 * head_dim + 8) > profile.workgroup_memory:
+    while workgroup > lanes and (workgroup // lanes) * (16 * problem.value_width + 8) > profile.workgroup_memory:
         workgroup //= 2
     slots = math.ceil(width / lanes)
-    group = max(g for g in range(1, ratio + 1) if ratio % g == 0 and (g == 1 or g * slots <= registers))
-    workgroups = num_heads // group * tokens
-    splits = 1 if profile.software or length <= _SHORT else max(1, min(_MOST_SPLITS, _TARGET_WORKGROUPS // workgroups))
+    group = max(g for g in range(1, problem.ratio + 1) if problem.ratio % g == 0 and (g == 1 or g * slots <= registers))
+    workgroups = problem.rows // group
+    splits = 1 if profile.software or problem.keys <= _SHORT else max(1, min(_MOST_SPLITS, _TARGET_WORKGROUPS // workgroups))
     return SplitShape(group, lanes, workgroup, splits)
 
 
+def scratch(device: Device, problem: Problem, shape: SplitShape) -> dict[str, Tensor]:
+    """Partial results of the splits; none for a single one."""
+    if shape.splits == 1:
+        return {}
+    rows = (problem.batch, problem.queries, problem.num_heads, shape.splits)
+    return {"partial_out": device.empty((*rows, 4 * problem.value_width)), "partial_stat": device.empty((*rows, 2))}
+
+
+def record(recording: Recording, problem: Problem, operands: Operands, shape: SplitShape, partial: Mapping[str, Any]) -> None:
+    """Append the path's one dispatch, or two where the keys are split. `partial` is `scratch` of the same problem and shape."""
+    device = recording.device
+    limit = device.profile.max_workgroups
+    many = shape.splits > 1
+    kernel = device.kernel(
+        "attention/split",
+        *common.base_parts(problem),
+        *(common.rows_part(problem, name) for name in ("query", "keys", "values")),
+        *common.score_parts(problem),
+        device.profile.team_part(shape.lanes),
+        *(["attention/parts/split_many"] if many else ["attention/parts/split_one", *common.finish_parts(problem)]),
+        **common.options(problem),
+        GROUP=shape.group,
+        LANES=shape.lanes,
+        SLOTS=math.ceil(problem.width / shape.lanes),
+        VALUE_SLOTS=math.ceil(problem.value_width / shape.lanes),
+        WORKGROUP=shape.workgroup,
+    )
+    groups = (*grid(problem.rows // shape.group, limit), shape.splits)
+    common.add(recording, kernel, groups, problem, operands, partial, shape.splits, label="attention")
+    if many:
+        kernel = device.kernel(
+            "attention/combine", *common.base_parts(problem), *common.finish_parts(problem), **common.options(problem), WORKGROUP=min(64, problem.value_width)
+        )
+        common.add(recording, kernel, grid(problem.rows, limit), problem, operands, partial, shape.splits, label="attention combine")
+
+
 class SplitAttention:
-    """Records attention over caches of one geometry; layers share its scratch memory.
+    """Causal attention of a recorded step over caches of one geometry; layers share its scratch memory.
 
     Args:
         tokens: queries a replay computes at most. length: keys a query can see at most, which decides the shape.
     """
 
     def __init__(self, device: Device, num_heads: int, num_kv_heads: int, head_dim: int, *, tokens: int, length: int, scale: float | None = None):
-        self.device, self.tokens = device, tokens
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.shape = choose_split(device.profile, num_heads, num_kv_heads, head_dim, tokens, length)
-        self.scale = (1 / math.sqrt(head_dim) if scale is None else scale) * math.log2(math.e)
-        self._partial: tuple[Tensor, Tensor] | None = None
-        if self.shape.splits > 1:
-            stat = (tokens, num_heads, self.shape.splits, 2)
-            self._partial = device.empty((*stat[:3], head_dim)), device.empty(stat)
+        scale = 1 / math.sqrt(head_dim) if scale is None else scale
+        self.device = device
+        self.problem = Problem(1, num_heads, num_kv_heads, tokens, length, head_dim, head_dim, scale, right=0, lengths="step")
+        self.shape = choose_split(device.profile, self.problem)
+        self._scratch = scratch(device, self.problem, self.shape)
 
     def record(self, recording: Recording, *, step: Any, query: Any, cache: KVCache, out: Any) -> None:
         """Append out = attention(query over the cache), causal: token t of the step sees keys 0 .. position + t.
 
         query and out: (tokens, num_heads, head_dim) float32, rows without padding between tokens.
         """
-        shape, profile = self.shape, self.device.profile
-        geometry = {"HEADS": self.num_heads, "KV_HEADS": self.num_kv_heads, "HEAD_DIM": self.head_dim}
-        kernel = self.device.kernel(
-            "attention/split",
-            "step",
-            cache.load_part,
-            profile.team_part(shape.lanes),
-            f"attention/parts/split_{'many' if self._partial else 'one'}",
-            **geometry,
-            GROUP=shape.group,
-            LANES=shape.lanes,
-            SLOTS=math.ceil(self.head_dim / 4 / shape.lanes),
-            WORKGROUP=shape.workgroup,
-        )
-        buffers = {"step": step, "query": query, "keys": cache.keys, "values": cache.values}
-        if self._partial:
-            buffers |= {"partial_out": self._partial[0], "partial_stat": self._partial[1]}
-        else:
-            buffers["y"] = out
-        groups = (self.num_heads // shape.group, shape.splits, self.tokens)
-        recording.add(kernel, groups, buffers, {"splits": shape.splits, "scale": self.scale}, label="attention")
-        if self._partial:
-            combine = self.device.kernel("attention/combine", "step", HEADS=self.num_heads, HEAD_DIM=self.head_dim, WORKGROUP=64)
-            buffers = {"step": step, "partial_out": self._partial[0], "partial_stat": self._partial[1], "y": out}
-            recording.add(combine, (self.num_heads, 1, self.tokens), buffers, {"splits": shape.splits}, label="attention combine")
+        p = replace(self.problem, kv_dtype=cache.dtype, keys=min(self.problem.keys, cache.capacity), left=OPEN)
+        tokens = Rows(query, 0, p.head_dim, p.num_heads * p.head_dim)
+        operands = Operands(tokens, cache.rows(cache.keys), cache.rows(cache.values), replace(tokens, tensor=out), step=step)
+        record(recording, p, operands, self.shape, self._scratch)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CapacityError
-from ..gpu import Device, DeviceProfile, Recording
+from ..gpu import Device, DeviceProfile, Recording, grid
 from .quant import CHUNK, QuantizedTensor, rows_that_fit
 
 
@@ -139,12 +139,6 @@ def record_linear(
         }
         groups = -(-piece.rows * shape.lanes // (shape.rows * shape.workgroup))
         recording.add(kernel, (*grid(groups, device.profile.max_workgroups), -(-tokens // shape.tokens)), buffers, params, label)
-
-
-def grid(groups: int, limit: int) -> tuple[int, int]:
-    """A linear number of workgroups as (x, y), each within the limit; kernels skip the surplus."""
-    y = -(-groups // limit)
-    return -(-groups // y), y
 
 
 def pad_vector(vector: np.ndarray) -> np.ndarray:

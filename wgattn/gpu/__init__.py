@@ -3,8 +3,9 @@
 from .device import Device, default_device
 from .kernel import Kernel
 from .profile import DeviceProfile
-from .recording import Readback, Recording, StepState
+from .recording import Readback, Recording, StepState, grid
+from .shader import Part
 from .tensor import Slice, Tensor
 from .webgpu import list_adapters
 
-__all__ = ["Device", "DeviceProfile", "Kernel", "Readback", "Recording", "Slice", "StepState", "Tensor", "default_device", "list_adapters"]
+__all__ = ["Device", "DeviceProfile", "Kernel", "Part", "Readback", "Recording", "Slice", "StepState", "Tensor", "default_device", "grid", "list_adapters"]

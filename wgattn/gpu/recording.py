@@ -79,6 +79,12 @@ class Recording:
         self.device.gpu.queue.submit([encoder.finish()])
 
 
+def grid(groups: int, limit: int) -> tuple[int, int]:
+    """A linear number of workgroups as (x, y), each within the limit; kernels skip the surplus."""
+    y = -(-groups // limit)
+    return -(-groups // y), y
+
+
 class Readback:
     """Memory that the host can map, kept for one tensor: reading it makes no buffer and needs no submit of its own."""
 

@@ -1,5 +1,5 @@
-// The only split: divide and store.
-var<storage, read_write> y: array<vec4<f32>>;    // (tokens, HEADS, HEAD_DIM) f32
-fn split_store(token: u32, head: u32, split: u32, i: u32, out: vec4<f32>, sum: f32, highest: f32) {
-  y[(token * HEADS + head) * WIDTH + i] = select(vec4<f32>(), out / sum, sum > 0.0);
+// The only split: normalise and store.   Parts: store_* as out, finish, sink_*, lse_*.
+fn split_store(b: u32, h: u32, i: u32, split: u32, c: u32, v: vec4<f32>, sum: f32, highest: f32) {
+  let factor = finish(b, h, i, highest, sum, c == 0u);
+  out_store(b * params.o_batch + h * params.o_head + i * params.o_row, c, select(vec4<f32>(), v * factor, factor > 0.0));
 }

@@ -1,0 +1,24 @@
+// The numbers of an attention problem, shared by all its kernels, and which keys a query sees.        reference.visible
+// Strides are in elements. left and right: keys seen before and after a query's own position, OPEN for all.
+
+struct Params {
+  batch: u32, heads: u32, kv_heads: u32, queries: u32, keys: u32,
+  q_batch: u32, q_head: u32, q_row: u32,
+  k_batch: u32, k_head: u32, k_row: u32,
+  v_batch: u32, v_head: u32, v_row: u32,
+  o_batch: u32, o_head: u32, o_row: u32,
+  mask_batch: u32, mask_head: u32, mask_row: u32, mask_column: u32, mask_first: u32,
+  left: i32, right: i32, bottom_right: u32,
+  scale: f32, softcap: f32,
+  splits: u32,
+}
+var<uniform> params: Params;
+
+const WIDTH = (HEAD_DIM + 3u) / 4u;              // vec4s in a row of queries or keys
+const VALUE_WIDTH = (VALUE_DIM + 3u) / 4u;       // vec4s in a row of values or outputs
+const LOWEST = -3.4028235e38;                    // the score of a key that is not seen; infinities are not portable
+const LOG2E = 1.4426950408889634;
+
+fn key_position(b: u32, i: u32) -> i32 { return i32(i) + select(0, i32(key_count(b)) - i32(query_count()), params.bottom_right != 0u); }
+fn first_key(b: u32, i: u32) -> u32 { return u32(clamp(key_position(b, i) - params.left, 0, i32(key_count(b)))); }
+fn end_key(b: u32, i: u32) -> u32 { return u32(clamp(key_position(b, i) + params.right + 1, 0, i32(key_count(b)))); }
