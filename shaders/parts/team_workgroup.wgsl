@@ -1,14 +1,20 @@
-// A team of any power of two up to the workgroup, through workgroup memory: right whatever the subgroup size. Every lane gets the sum.
+// A team of any power of two up to the workgroup, through workgroup memory: right whatever the subgroup size. Every lane gets the result.
 // Workgroup memory: 4 * WORKGROUP.
 var<private> team_index: u32;
 var<workgroup> team_values: array<f32, WORKGROUP>;
+fn team_other(value: f32, distance: u32) -> f32 {
+  workgroupBarrier();
+  team_values[team_index] = value;
+  workgroupBarrier();
+  return team_values[team_index ^ distance];
+}
 fn team_add(value: f32) -> f32 {
   var sum = value;
-  for (var distance = 1u; distance < LANES; distance <<= 1u) {
-    workgroupBarrier();
-    team_values[team_index] = sum;
-    workgroupBarrier();
-    sum += team_values[team_index ^ distance];
-  }
+  for (var distance = 1u; distance < LANES; distance <<= 1u) { sum += team_other(sum, distance); }
   return sum;
+}
+fn team_max(value: f32) -> f32 {
+  var highest = value;
+  for (var distance = 1u; distance < LANES; distance <<= 1u) { highest = max(highest, team_other(highest, distance)); }
+  return highest;
 }

@@ -1,0 +1,61 @@
+"""The ways to compute attention, by name, behind one interface."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from ..gpu import DeviceProfile, Recording
+from . import flash, split
+from .problem import Operands, Problem
+
+
+class Path(Protocol):
+    """One way to compute attention."""
+
+    def unsupported(self, profile: DeviceProfile, problem: Problem) -> str | None:
+        """What is missing, in a sentence, or None when the path can run the problem on such a device."""
+
+    def shape(self, profile: DeviceProfile, problem: Problem) -> object:
+        """The shape (tiles, lanes) that the path would use; pure."""
+
+    def record(self, recording: Recording, problem: Problem, operands: Operands, shape: object | None = None) -> None:
+        """Append its dispatches; scratch memory is allocated and kept by the recording's bind groups."""
+
+
+class SplitPath:
+    """Split-KV: for decoding and a few queries."""
+
+    def unsupported(self, profile: DeviceProfile, problem: Problem) -> str | None:
+        shape = split.choose_split(profile, problem)
+        teams = shape.workgroup // shape.lanes
+        need = teams * (16 * problem.value_width + 8)
+        if need > profile.workgroup_memory:
+            return f"merging takes {need} bytes of workgroup memory, there are {profile.workgroup_memory}."
+        return None
+
+    def shape(self, profile: DeviceProfile, problem: Problem) -> split.SplitShape:
+        return split.choose_split(profile, problem)
+
+    def record(self, recording: Recording, problem: Problem, operands: Operands, shape: split.SplitShape | None = None) -> None:
+        shape = shape or split.choose_split(recording.device.profile, problem)
+        split.record(recording, problem, operands, shape, split.scratch(recording.device, problem, shape))
+
+
+class FlashPath:
+    """Tiled online softmax: for prefill."""
+
+    def unsupported(self, profile: DeviceProfile, problem: Problem) -> str | None:
+        limit = profile.max_workgroups
+        if max(problem.num_kv_heads, problem.batch) > limit:
+            return f"{problem.num_kv_heads} KV heads and {problem.batch} sequences must each be at most {limit}."
+        return None
+
+    def shape(self, profile: DeviceProfile, problem: Problem) -> flash.FlashShape:
+        return flash.choose_flash(profile, problem)
+
+    def record(self, recording: Recording, problem: Problem, operands: Operands, shape: flash.FlashShape | None = None) -> None:
+        flash.record(recording, problem, operands, shape or flash.choose_flash(recording.device.profile, problem))
+
+
+PATHS: Mapping[str, Path] = {"flash": FlashPath(), "split": SplitPath()}
