@@ -498,3 +498,10 @@ def test_the_readmes_commands_parse():
     assert len(commands) >= 4
     for command in commands:
         parse(command)
+
+
+def test_the_files_that_the_readme_names_exist():
+    named = set(re.findall(r"`((?:gpu|attention|block|llm)/\w+\.py)`", README.read_text(encoding="utf-8")))
+    assert len(named) >= 8
+    missing = {name for name in named if not (README.parent / "wgattn" / name).is_file()}
+    assert not missing
