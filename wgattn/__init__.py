@@ -1,22 +1,38 @@
 """Transformer attention on any GPU from plain Python, through WebGPU."""
 
+from .attention.explain import explain
+from .attention.functional import scaled_dot_product_attention, sdpa
+from .attention.merge import merge_state
+from .attention.pipeline import AttentionPipeline
+from .block.quant import QuantizedTensor, quantize
+from .block.rope import Rope
 from .errors import ArgumentError, CapacityError, DeviceError, FormatError, ModelNotFound, ShapeError, Unsupported, WgattnError
 from .gpu import Device, Tensor, default_device, list_adapters
+from .llm.llama import Llama
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "AttentionPipeline",
     "CapacityError",
     "Device",
     "DeviceError",
     "FormatError",
+    "Llama",
     "ModelNotFound",
+    "QuantizedTensor",
+    "Rope",
     "ShapeError",
     "Tensor",
     "Unsupported",
     "WgattnError",
     "__version__",
     "default_device",
+    "explain",
     "list_adapters",
+    "merge_state",
+    "quantize",
+    "scaled_dot_product_attention",
+    "sdpa",
 ]

@@ -168,7 +168,7 @@ def test_a_decode_step_makes_nothing_and_submits_once(small, monkeypatch):
     native = type(model.device.gpu), type(model.device.gpu.queue)
     for owner in native:
         for name in dir(owner):
-            if name.startswith("create_") and name != "create_command_encoder" or name == "submit":
+            if (name.startswith("create_") and name != "create_command_encoder") or name == "submit":
                 original = getattr(owner, name)
                 monkeypatch.setattr(owner, name, lambda self, *a, _f=original, _n=name, **k: (calls.append(_n), _f(self, *a, **k))[1])
     for token in range(5, 8):

@@ -9,13 +9,27 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, ShapeError
-from ..gpu import Device, Recording, Tensor, default_device, grid
+from ..gpu import Device, Recording, Tensor, grid
+from .arguments import (
+    FLOATS,
+    checked_lengths,
+    checked_mask,
+    checked_softcap,
+    checked_vector,
+    checked_window,
+    device_of,
+    finite,
+    floating,
+    mask_first,
+    mask_kind,
+    mask_strides,
+    storable,
+)
 from .choose import choose
 from .paths import PATHS
-from .problem import OPEN, Operands, Problem, Rows, packs_output
+from .problem import Operands, Problem, Rows, packs_output
 
 Array = Any
-_FLOATS = {"float32": "f32", "float16": "f16", "float64": "f32"}
 
 
 def scaled_dot_product_attention(
@@ -62,7 +76,24 @@ def scaled_dot_product_attention(
     Raises:
         ShapeError, ArgumentError, TypeError: what cannot be meant. Unsupported: what the device or the forced path cannot do.
     """
-    call = _prepare(query, key, value, attn_mask, is_causal, scale, softcap, window_size, sinks, alibi_slopes, causal_alignment, key_lengths, layout, return_lse, device)
+    call = prepare(
+        query,
+        key,
+        value,
+        attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        softcap=softcap,
+        window_size=window_size,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        causal_alignment=causal_alignment,
+        key_lengths=key_lengths,
+        layout=layout,
+        return_lse=return_lse,
+        device=device,
+    )
     choice = choose(call.device.profile, call.problem, path)
     out, lse = call.run(choice.path)
     return (out, lse) if return_lse else out
@@ -72,7 +103,7 @@ sdpa = scaled_dot_product_attention
 
 
 @dataclass
-class _Call:
+class Call:
     """A checked call: nothing has been copied to the device yet."""
 
     device: Device
@@ -85,7 +116,7 @@ class _Call:
         p, device = self.problem, self.device
         if p.rows == 0 or p.value_dim == 0:
             return self._empty()
-        on_device = {name: a if isinstance(a, Tensor) else device.tensor(*_storable(a)) for name, a in self.inputs.items() if a is not None}
+        on_device = {name: a if isinstance(a, Tensor) else device.tensor(*storable(a)) for name, a in self.inputs.items() if a is not None}
         heads = (p.batch, p.num_heads, p.queries, p.value_dim)
         shape = heads if self.layout == "bhsd" else (heads[0], heads[2], heads[1], heads[3])
         out = device.empty(shape, np.float16 if p.dtype == "f16" else np.float32)
@@ -97,8 +128,8 @@ class _Call:
             **rows,
             out=Rows.of(written, self.layout),
             mask=on_device.get("mask"),
-            mask_strides=_mask_strides(mask.shape) if mask is not None else (0, 0, 0, 0),
-            mask_first=_mask_first(mask.shape, p.keys) if mask is not None else 0,
+            mask_strides=mask_strides(mask.shape) if mask is not None else (0, 0, 0, 0),
+            mask_first=mask_first(mask.shape, p.keys) if mask is not None else 0,
             sinks=on_device.get("sinks"),
             alibi_slopes=on_device.get("alibi_slopes"),
             key_lengths=on_device.get("key_lengths"),
@@ -122,21 +153,40 @@ class _Call:
         shape = (p.batch, p.num_heads, p.queries, p.value_dim)
         shape = shape if self.layout == "bhsd" else (shape[0], shape[2], shape[1], shape[3])
         out = np.zeros(shape, np.float16 if p.dtype == "f16" else np.float32)
-        lse = np.full(shape[:1] + (p.num_heads, p.queries), -np.inf, np.float32) if p.lse else None
+        lse = np.full((*shape[:1], p.num_heads, p.queries), -np.inf, np.float32) if p.lse else None
         if self.as_tensors:
             return self.device.tensor(out), None if lse is None else self.device.tensor(lse)
         return out, lse
 
 
-def _prepare(query, key, value, mask, is_causal, scale, softcap, window_size, sinks, slopes, alignment, key_lengths, layout, lse, device) -> _Call:  # noqa: ANN001
-    """Check everything, touch nothing."""
+def prepare(
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: Array | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    softcap: float = 0.0,
+    window_size: int | tuple[int, int] | None = None,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    causal_alignment: str = "bottom_right",
+    key_lengths: Array | None = None,
+    layout: str = "bhsd",
+    return_lse: bool = False,
+    device: Device | None = None,
+) -> Call:
+    """Check the arguments of `scaled_dot_product_attention` and state the problem; touches no device."""
+    mask, slopes, alignment = attn_mask, alibi_slopes, causal_alignment
     if layout not in ("bhsd", "bshd"):
         raise ArgumentError(f"layout is {layout!r}; it must be 'bhsd' or 'bshd'.")
     if alignment not in ("bottom_right", "top_left"):
         raise ArgumentError(f"causal_alignment is {alignment!r}; it must be 'bottom_right' or 'top_left'.")
     given = {"query": query, "key": key, "value": value, "attn_mask": mask, "sinks": sinks, "alibi_slopes": slopes, "key_lengths": key_lengths}
-    device, as_tensors = _device_of(given, device)
-    query, key, value = (_floating(name, given[name]) for name in ("query", "key", "value"))
+    device, as_tensors = device_of(given, device)
+    query, key, value = (floating(name, given[name]) for name in ("query", "key", "value"))
     for name, a in (("query", query), ("key", key), ("value", value)):
         if a.ndim != 4:
             raise ShapeError(f"{name} has shape {tuple(a.shape)}; it must have four dimensions, {layout.upper()}.")
@@ -151,11 +201,11 @@ def _prepare(query, key, value, mask, is_causal, scale, softcap, window_size, si
         raise ShapeError(f"Queries and keys must have the same head dim, at least 1: {shapes}.")
     if Hkv == 0 or H % Hkv:
         raise ShapeError(f"{H} query heads cannot share {Hkv} KV heads: it does not divide. {shapes}.")
-    if len({_FLOATS[a.dtype.name] for a in (key, value)}) > 1:
+    if len({FLOATS[a.dtype.name] for a in (key, value)}) > 1:
         raise TypeError(f"key is {key.dtype} and value is {value.dtype}; they must have one dtype.")
-    left, right = _window(window_size)
+    left, right = checked_window(window_size)
     if mask is not None:
-        mask = _checked_mask(mask, (B, H, S, T))
+        mask = checked_mask(mask, (B, H, S, T))
     problem = Problem(
         batch=B,
         num_heads=H,
@@ -164,17 +214,17 @@ def _prepare(query, key, value, mask, is_causal, scale, softcap, window_size, si
         keys=T,
         head_dim=D,
         value_dim=Dv,
-        scale=_finite("scale", 1 / math.sqrt(D) if scale is None else scale),
-        dtype=_FLOATS[query.dtype.name],
-        kv_dtype=_FLOATS[key.dtype.name],
-        mask="none" if mask is None else _mask_kind(mask),
+        scale=finite("scale", 1 / math.sqrt(D) if scale is None else scale),
+        dtype=FLOATS[query.dtype.name],
+        kv_dtype=FLOATS[key.dtype.name],
+        mask="none" if mask is None else mask_kind(mask),
         left=left,
         right=min(right, 0) if is_causal else right,
         bottom_right=alignment == "bottom_right",
-        softcap=_softcap(softcap),
+        softcap=checked_softcap(softcap),
         alibi=slopes is not None,
         sinks=sinks is not None,
-        lse=lse,
+        lse=return_lse,
         lengths="fixed" if key_lengths is None else "each",
     )
     inputs = {
@@ -182,128 +232,8 @@ def _prepare(query, key, value, mask, is_causal, scale, softcap, window_size, si
         "keys": key,
         "values": value,
         "mask": mask,
-        "sinks": _vector("sinks", sinks, H, np.float32),
-        "alibi_slopes": _vector("alibi_slopes", slopes, H, np.float32),
-        "key_lengths": _lengths(key_lengths, B, T),
+        "sinks": checked_vector("sinks", sinks, H, np.float32),
+        "alibi_slopes": checked_vector("alibi_slopes", slopes, H, np.float32),
+        "key_lengths": checked_lengths(key_lengths, B, T),
     }
-    return _Call(device, problem, layout, inputs, as_tensors)
-
-
-def _device_of(given: dict[str, Array], device: Device | None) -> tuple[Device, bool]:
-    tensors = {name: a for name, a in given.items() if isinstance(a, Tensor)}
-    for name, tensor in tensors.items():
-        if device is not None and tensor.device is not device:
-            raise ArgumentError(f"{name} is on another device ({tensor.device}); copy it there first.")
-        device = tensor.device
-    return device or default_device(), "query" in tensors
-
-
-def _floating(name: str, array: Array) -> Array:
-    if not isinstance(array, Tensor):
-        array = np.asarray(array)
-    if array.dtype.name not in _FLOATS:
-        raise TypeError(f"{name} has dtype {array.dtype}; it must be float32, float16 or float64.")
-    return array
-
-
-def _finite(name: str, number: float) -> float:
-    number = float(number)
-    if not math.isfinite(number):
-        raise ArgumentError(f"{name} is {number}; it must be finite.")
-    return number
-
-
-def _softcap(softcap: float) -> float:
-    softcap = _finite("softcap", softcap)
-    if softcap < 0:
-        raise ArgumentError(f"softcap is {softcap}; it must be positive, or 0 for none.")
-    return softcap
-
-
-def _window(window_size: int | tuple[int, int] | None) -> tuple[int, int]:
-    """(left, right) with OPEN for open."""
-    if window_size is None:
-        return OPEN, OPEN
-    if isinstance(window_size, int | np.integer) and not isinstance(window_size, bool):
-        if window_size < 1:
-            raise ArgumentError(f"window_size is {window_size}; it counts the current key and must be at least 1.")
-        return min(int(window_size) - 1, OPEN), 0
-    try:
-        left, right = (int(n) for n in window_size)
-    except (TypeError, ValueError):
-        raise ArgumentError(f"window_size is {window_size!r}; it must be a number or (left, right).") from None
-    if left < -1 or right < -1:
-        raise ArgumentError(f"window_size is {(left, right)}; each side must be at least 0, or -1 for open.")
-    return (OPEN if left == -1 else min(left, OPEN)), (OPEN if right == -1 else min(right, OPEN))
-
-
-def _checked_mask(mask: Array, wanted: tuple[int, int, int, int]) -> Array:
-    """The mask with four dimensions; ShapeError when it does not broadcast."""
-    if not isinstance(mask, Tensor):
-        mask = np.asarray(mask)
-        if mask.dtype.name == "float64":
-            mask = mask.astype(np.float32)
-        if mask.dtype.kind not in "biuf" or mask.dtype.name not in ("bool", "float32", "float16") and mask.dtype.kind == "f":
-            raise TypeError(f"attn_mask has dtype {mask.dtype}; it must be bool, integer, float32, float16 or float64.")
-    if not 1 <= mask.ndim <= 4:
-        raise ShapeError(f"attn_mask has shape {tuple(mask.shape)}; it must have one to four dimensions that broadcast to {wanted}.")
-    shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
-    B, H, S, T = wanted
-    if shape[0] not in (1, B) or shape[1] not in (1, H) or shape[2] not in (1, S) or shape[3] > T or shape[3] == 0 < T:
-        raise ShapeError(f"attn_mask has shape {tuple(mask.shape)}; it must broadcast to (B, H, S, T) = {wanted}, or be narrower than T.")
-    return mask.reshape(shape)
-
-
-def _mask_kind(mask: Array) -> str:
-    if mask.dtype.name in ("float32", "float16"):
-        return {"float32": "f32", "float16": "f16"}[mask.dtype.name]
-    return "u32" if isinstance(mask, Tensor) else "u8"
-
-
-def _mask_strides(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-    dense = (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1)
-    return tuple(0 if n == 1 else stride for n, stride in zip(shape, dense, strict=True))
-
-
-def _mask_first(shape: tuple[int, ...], keys: int) -> int:
-    return 0 if shape[3] == 1 else keys - shape[3]
-
-
-def _vector(name: str, array: Array | None, length: int, dtype: type) -> Array | None:
-    if array is None:
-        return None
-    if not isinstance(array, Tensor):
-        array = np.asarray(array)
-        if array.dtype.kind not in "fiu":
-            raise TypeError(f"{name} has dtype {array.dtype}; it must be numeric.")
-        array = array.astype(dtype)
-    elif array.dtype != dtype:
-        raise TypeError(f"{name} is a tensor of {array.dtype}; it must be {np.dtype(dtype)}.")
-    if tuple(array.shape) != (length,):
-        raise ShapeError(f"{name} has shape {tuple(array.shape)}; it must be ({length},).")
-    return array
-
-
-def _lengths(lengths: Array | None, batch: int, keys: int) -> Array | None:
-    if isinstance(lengths, Tensor):
-        return _vector("key_lengths", lengths, batch, np.uint32)
-    if lengths is None:
-        return None
-    array = np.asarray(lengths)
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"key_lengths has dtype {array.dtype}; it must be integer.")
-    if array.shape != (batch,):
-        raise ShapeError(f"key_lengths has shape {array.shape}; it must be ({batch},).")
-    if batch and (array.min() < 0 or array.max() > keys):
-        raise ArgumentError(f"key_lengths must lie between 0 and {keys}; they reach from {array.min()} to {array.max()}.")
-    return array.astype(np.uint32)
-
-
-def _storable(array: np.ndarray) -> tuple[np.ndarray, Any]:
-    """The array in a dtype that the device stores; bool and integer masks become bytes, four a word."""
-    if array.dtype.name == "float64":
-        return array, np.float32
-    if array.dtype.kind in "bi" or array.dtype.name in ("uint8", "uint16", "uint64"):
-        data = (array != 0).astype(np.uint8).reshape(-1)
-        return np.pad(data, (0, -data.size % 4)).view(np.uint32), np.uint32
-    return array, array.dtype
+    return Call(device, problem, layout, inputs, as_tensors)

@@ -169,7 +169,7 @@ def rows_that_fit(matrix: QuantizedTensor, limit: int, unit: int) -> int:
     return min(math.ceil(rows / unit), limit // (largest * unit)) * unit
 
 
-def _gguf():  # noqa: ANN202 - an optional module
+def _gguf():
     try:
         import gguf
     except ImportError as error:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from .device import Device
 
 
+Copy = tuple[Any, int, Any, int, int]
+"""From a buffer and byte offset to a buffer and byte offset, so many bytes (multiples of 4)."""
+
+
 @dataclass(frozen=True)
 class Dispatch:
     """One dispatch; `label` says what it is for, for profiles."""
@@ -64,12 +68,14 @@ class Recording:
             compute_pass.set_bind_group(0, d.bindings)
             compute_pass.dispatch_workgroups(*d.groups)
 
-    def replay(self, times: int = 1, readback: Readback | None = None) -> None:
+    def replay(self, times: int = 1, readback: Readback | None = None, copies: Sequence[Copy] = ()) -> None:
         """Encode and submit everything, `times` over, in one pass and one submit. Returns without waiting.
 
-        `readback` then receives its tensor's contents, in the same submit.
+        `copies` go before, and `readback` then receives its tensor's contents, all in the same submit.
         """
         encoder = self.device.gpu.create_command_encoder()
+        for copy in copies:
+            encoder.copy_buffer_to_buffer(*copy)
         compute_pass = encoder.begin_compute_pass()
         for _ in range(times):
             self.encode(compute_pass)

@@ -1,0 +1,301 @@
+"""Attention with a KV cache: work is recorded when the cache is made or grows, and replayed for every decode step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError, CapacityError, ShapeError
+from ..gpu import Device, Readback, Recording, Slice, StepState, Tensor, default_device
+from . import split
+from .arguments import FLOATS, checked_mask, checked_softcap, checked_window, finite, mask_first, mask_kind, mask_strides, storable
+from .choose import choose
+from .kv_cache import KVCache
+from .paths import PATHS
+from .problem import Operands, Problem, Rows, packs_output
+
+Array = Any
+
+
+class AttentionPipeline:
+    """Attention of one layer over a growing sequence (or `batch` sequences of one length).
+
+    Args:
+        num_heads, num_kv_heads, head_dim: H, Hkv, D; H must be a multiple of Hkv. Query head h reads KV head h // (H // Hkv).
+        batch: sequences; all have the same length.
+        kv_dtype: "f32" or "f16", how keys and values are stored.
+        capacity: positions there is room for at first; growth: positions added when they run out (0: refuse instead).
+        scale: default 1 / sqrt(D). softcap, window_size, path: as in `scaled_dot_product_attention`.
+        device: default: `default_device()`.
+
+    Raises:
+        ArgumentError, ShapeError: numbers that cannot be. Unsupported: the path. CapacityError: the cache does not fit the device.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        batch: int = 1,
+        kv_dtype: str = "f32",
+        capacity: int = 2048,
+        growth: int = 2048,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        window_size: int | tuple[int, int] | None = None,
+        path: str = "auto",
+        device: Device | None = None,
+    ):
+        for name, number, least in (
+            ("num_heads", num_heads, 1),
+            ("num_kv_heads", num_kv_heads, 1),
+            ("head_dim", head_dim, 1),
+            ("batch", batch, 1),
+            ("capacity", capacity, 1),
+            ("growth", growth, 0),
+        ):
+            if int(number) != number or number < least:
+                raise ArgumentError(f"{name} is {number}; it must be a whole number of at least {least}.")
+        if num_heads % num_kv_heads:
+            raise ShapeError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads: it does not divide.")
+        self.device = device or default_device()
+        self.num_heads, self.num_kv_heads, self.head_dim, self.batch, self.growth = num_heads, num_kv_heads, head_dim, batch, growth
+        self.length = 0
+        self.generation = 0
+        """Counts how often the cache moved, and so its recordings were made anew."""
+        left, right = checked_window(window_size)
+        self._options = {"softcap": checked_softcap(softcap), "window_size": window_size, "scale": scale, "path": path}
+        self._problem = Problem(
+            batch=batch,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            queries=1,
+            keys=capacity,
+            head_dim=head_dim,
+            value_dim=head_dim,
+            scale=finite("scale", 1 / math.sqrt(head_dim) if scale is None else scale),
+            kv_dtype=kv_dtype,
+            left=left,
+            right=right,
+            softcap=self._options["softcap"],
+            lengths="step",
+        )
+        self._path = path
+        self._choose(self._problem)
+        self._use(KVCache(self.device, num_kv_heads, head_dim, capacity, kv_dtype, batch=batch))
+
+    @property
+    def capacity(self) -> int:
+        """Positions there is room for without growing."""
+        return self.cache.capacity
+
+    def _choose(self, problem: Problem) -> str:
+        return choose(self.device.profile, problem, self._path).path
+
+    # ---- recordings
+
+    def _use(self, cache: KVCache) -> None:
+        """Take a cache, and record the decode step over it."""
+        self.cache = cache
+        device, p = self.device, replace(self._problem, keys=cache.capacity)
+        query, kv = p.batch * p.num_heads * p.head_dim, p.batch * p.num_kv_heads * p.head_dim
+        self._input = _StepInput(device, {"query": query, "new_keys": kv, "new_values": kv})
+        self._out = device.empty((p.batch, 1, p.num_heads, p.head_dim))
+        self._readback = Readback(self._out)
+        limits = split.regimes(device.profile) if self._choose(p) == "split" else [2**32]
+        self._decode = []
+        for limit in limits:
+            recording, bounded = Recording(device), replace(p, keys=min(limit, cache.capacity))
+            cache.record_append(recording, step=self._input.step, keys=self._input["new_keys"], values=self._input["new_values"], rows=1, dtype="f32")
+            operands = self._operands(Rows(self._input["query"], p.num_heads * p.head_dim, p.head_dim, 0), self._out)
+            PATHS[self._choose(bounded)].record(recording, bounded, replace(operands, step=self._input.step))
+            self._decode.append((limit, recording))
+
+    def _operands(self, query: Rows, out: Tensor) -> Operands:
+        return Operands(query, self.cache.rows(self.cache.keys), self.cache.rows(self.cache.values), Rows.of(out, "bshd"))
+
+    @property
+    def dispatches_per_token(self) -> int:
+        """Dispatches of one decode step at the present length."""
+        return len(self._recording())
+
+    def _recording(self) -> Recording:
+        return next(recording for limit, recording in self._decode if self.length < limit)
+
+    # ---- what people call
+
+    def prefill(self, q: Array, k: Array, v: Array, mask: Array | None = None, is_causal: bool = True) -> Array:
+        """Append S positions and attend: q (B, S, H, D), k and v (B, S, Hkv, D) to (B, S, H, D), in q's dtype and kind.
+
+        Queries stand behind the history: query i sees keys up to history + i when causal, else all. `mask` as in
+        `scaled_dot_product_attention`, broadcast to (B, H, S, history + S); a narrower one belongs to the last keys.
+
+        Raises:
+            ShapeError, ArgumentError, TypeError, CapacityError before any work; the cache is then as it was.
+        """
+        q, k, v = self._checked(q, k, v)
+        S = q.shape[1]
+        p = replace(self._problem, queries=S, keys=self.length + S, lengths="fixed", dtype=FLOATS[q.dtype.name])
+        if is_causal:
+            p = replace(p, right=min(p.right, 0))
+        if mask is not None:
+            if isinstance(mask, Tensor) and mask.device is not self.device:
+                raise ArgumentError(f"mask is on another device ({mask.device}); copy it there first.")
+            mask = checked_mask(mask, (self.batch, self.num_heads, S, p.keys))
+            p = replace(p, mask=mask_kind(mask))
+        path = self._choose(p)
+        self._make_room(S)
+        device = self.device
+        on_device = [a if isinstance(a, Tensor) else device.tensor(*storable(a)) for a in (q, k, v)]
+        state = StepState(device, 1)
+        device.write(state.buffer, np.array([self.length, S], np.uint32))
+        recording = Recording(device)
+        new = {"keys": on_device[1], "values": on_device[2]}
+        self.cache.record_append(recording, step=state.step, **new, rows=S, dtype=FLOATS[k.dtype.name])
+        out = device.empty(q.shape, np.float16 if p.dtype == "f16" else np.float32)
+        written = device.empty(q.shape) if packs_output(p) else out
+        operands = self._operands(Rows.of(on_device[0], "bshd"), written)
+        if mask is not None:
+            operands.mask = mask if isinstance(mask, Tensor) else device.tensor(*storable(mask))
+            operands.mask_strides, operands.mask_first = mask_strides(mask.shape), mask_first(mask.shape, p.keys)
+        PATHS[path].record(recording, p, operands)
+        recording.replay()
+        self.length += S
+        if isinstance(q, Tensor):
+            return out if written is out else device.tensor(written.numpy().astype(np.float16))
+        return written.numpy().astype(np.float16 if p.dtype == "f16" else np.float32, copy=False)
+
+    def decode(self, q: Array, k: Array, v: Array) -> Array:
+        """Append one position and attend: q (B, 1, H, D), k and v (B, 1, Hkv, D) to (B, 1, H, D). One replay; makes no GPU object.
+
+        Raises as `prefill` does.
+        """
+        q, k, v = self._checked(q, k, v)
+        if q.shape[1] != 1:
+            raise ShapeError(f"decode takes one position, q has shape {tuple(q.shape)}; use prefill for {q.shape[1]}.")
+        if any(isinstance(a, Tensor) and a.dtype != np.float32 for a in (q, k, v)):
+            raise TypeError("decode takes device tensors of float32 only; float16 arrays of the host are converted.")
+        self._make_room(1)
+        recording = self._recording()
+        self._input.write(self.length, {"query": q, "new_keys": k, "new_values": v})
+        if isinstance(q, Tensor):
+            recording.replay(copies=self._input.copies)
+            self.length += 1
+            return self._out
+        recording.replay(copies=self._input.copies, readback=self._readback)
+        self.length += 1
+        return self._readback.numpy().astype(np.float16 if q.dtype == np.float16 else np.float32, copy=False)
+
+    def reset(self) -> None:
+        """Forget the sequence; the memory is kept."""
+        self.length = 0
+
+    def truncate(self, n: int) -> None:
+        """Keep the first n positions. ArgumentError when there are fewer."""
+        if not 0 <= n <= self.length:
+            raise ArgumentError(f"The sequence has {self.length} positions; it cannot be truncated to {n}.")
+        self.length = int(n)
+
+    def keep(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Keep only these positions, (begin, length) each, ascending and apart; they move together. What is kept stays rotated as it was.
+
+        ArgumentError for ranges that overlap, descend or reach beyond the sequence.
+        """
+        end, moves, place = 0, [], 0
+        for begin, count in ranges:
+            if begin < end or count < 0 or begin + count > self.length:
+                raise ArgumentError(f"Range {(begin, count)} must begin at {end} or later and end within the {self.length} positions.")
+            if begin != place and count:
+                moves.append((begin, place, count))
+            place, end = place + count, begin + count
+        if moves:
+            self.cache.copy_rows(self.cache, moves)
+        self.length = place
+
+    def fork(self) -> AttentionPipeline:
+        """An independent pipeline with the same history, on the same device."""
+        p = self._problem
+        twin = AttentionPipeline(
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            batch=self.batch,
+            kv_dtype=p.kv_dtype,
+            capacity=self.capacity,
+            growth=self.growth,
+            device=self.device,
+            **self._options,
+        )
+        if self.length:
+            twin.cache.copy_rows(self.cache, [(0, 0, self.length)])
+        twin.length = self.length
+        return twin
+
+    def _make_room(self, positions: int) -> None:
+        need = self.length + positions
+        if need <= self.capacity:
+            return
+        if not self.growth:
+            raise CapacityError(f"{positions} positions do not fit: {self.length} of {self.capacity} are in use, and growth is 0.")
+        capacity = self.capacity + -(-(need - self.capacity) // self.growth) * self.growth
+        larger = KVCache(self.device, self.num_kv_heads, self.head_dim, capacity, self.cache.dtype, batch=self.batch)
+        if self.length:
+            larger.copy_rows(self.cache, [(0, 0, self.length)])
+        self._use(larger)
+        self.generation += 1
+
+    def _checked(self, q: Array, k: Array, v: Array) -> list[Array]:
+        arrays = []
+        for name, a, heads in (("q", q, self.num_heads), ("k", k, self.num_kv_heads), ("v", v, self.num_kv_heads)):
+            if isinstance(a, Tensor) and a.device is not self.device:
+                raise ArgumentError(f"{name} is on another device ({a.device}); copy it there first.")
+            a = a if isinstance(a, Tensor) else np.asarray(a)
+            if a.dtype.name not in FLOATS:
+                raise TypeError(f"{name} has dtype {a.dtype}; it must be float32, float16 or float64.")
+            positions = a.shape[1] if a.ndim == 4 else "S"
+            if a.ndim != 4 or tuple(a.shape) != (self.batch, positions, heads, self.head_dim) or not positions:
+                wanted = f"({self.batch}, S, {heads}, {self.head_dim})"
+                raise ShapeError(f"{name} has shape {tuple(a.shape)}; it must be {wanted} with S of at least 1.")
+            arrays.append(a)
+        if len({a.shape[1] for a in arrays}) > 1:
+            raise ShapeError(f"q, k and v must have the same number of positions; their shapes are {', '.join(str(tuple(a.shape)) for a in arrays)}.")
+        if arrays[1].dtype != arrays[2].dtype:
+            raise TypeError(f"k is {arrays[1].dtype} and v is {arrays[2].dtype}; they must have one dtype.")
+        return arrays
+
+
+class _StepInput:
+    """The inputs of a decode step and its state in one buffer, so that one write brings all of them."""
+
+    def __init__(self, device: Device, sizes: dict[str, int]):
+        self.device = device
+        self._slices, end = {}, 256
+        for name, count in sizes.items():
+            self._slices[name] = (end, count)
+            end += -(-4 * count // 256) * 256
+        self._host = np.zeros(end // 4, np.float32)
+        self._buffer = device.buffer(end, uniform=True)
+        self.step = Slice(self._buffer, 0, 16)
+        self.copies: list[tuple[Any, int, Any, int, int]] = []
+        """Copies on the device, (from, offset, to, offset, bytes), that the next replay has to begin with."""
+
+    def __getitem__(self, name: str) -> Slice:
+        offset, count = self._slices[name]
+        return Slice(self._buffer, offset, -(-4 * count // 16) * 16)
+
+    def write(self, position: int, arrays: dict[str, Array]) -> None:
+        self._host[:2].view(np.uint32)[:] = position, 1
+        self.copies = []
+        for name, array in arrays.items():
+            offset, count = self._slices[name]
+            if isinstance(array, Tensor):
+                self.copies.append((array.buffer, 0, self._buffer, offset, 4 * count))
+            else:
+                self._host[offset // 4 : offset // 4 + count] = array.reshape(-1)
+        self.device.write(self._buffer, self._host)
