@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers import assert_untouched, poison
 from wgattn.errors import ArgumentError, CapacityError, DeviceError, Unsupported
-from wgattn.gpu import Device, Recording, Slice, StepState, Tensor
+from wgattn.gpu import Device, Readback, Recording, Slice, StepState, Tensor, grid
 
 SCALE = """// y = x * factor + offset for the first `count` numbers.
 struct Params { count: u32, offset: i32, factor: f32 }
@@ -322,6 +322,40 @@ def test_a_failed_add_leaves_the_recording_as_it_was(device_here):
     with pytest.raises(ArgumentError):
         recording.add(device.kernel("count"), (1,), {})
     assert len(recording) == 0
+
+
+LIMITS = [1, 2, 7, 100, 65535]
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_grid_covers_all_groups_within_the_limit(limit):
+    numbers = {1, 2, 3, limit - 1, limit, limit + 1, 2 * limit - 1, 2 * limit, 2 * limit + 1, limit * limit, 65534, 65535, 65536, 65537, 200_000}
+    for groups in sorted(n for n in numbers if 0 < n <= limit * limit):
+        x, y = grid(groups, limit)
+        assert 1 <= x <= limit, (groups, limit)
+        assert 1 <= y <= limit, (groups, limit)
+        assert groups <= x * y < groups + y, (groups, limit)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint32])
+@pytest.mark.parametrize("shape", [(1,), (3,), (5, 7)], ids=str)
+def test_a_readback_receives_what_the_replay_left(device_here, calls, rng, dtype, shape):
+    device = device_here(count=COUNT)
+    tensor, total = device.tensor(np.zeros(shape, dtype)), device.empty((1,), "u32")
+    readback, recording = Readback(tensor), Recording(device)
+    recording.add(device.kernel("count"), (1,), {"total": total})
+    for _ in range(2):
+        array = (rng.standard_normal(shape) * 100).astype(np.int32).astype(dtype)
+        tensor.write(array)
+        calls.clear()
+        recording.replay(readback=readback)
+        first = readback.numpy()
+        assert calls == {"create_command_encoder": 1, "submit": 1}
+        tensor.write(np.zeros(shape))
+        np.testing.assert_array_equal(first, array)
+        np.testing.assert_array_equal(readback.numpy(), array)
+        assert first.dtype == dtype
+    assert total.numpy().tolist() == [2]
 
 
 # ---- the step state
