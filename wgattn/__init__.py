@@ -4,6 +4,7 @@ from .attention.explain import explain
 from .attention.functional import scaled_dot_product_attention, sdpa
 from .attention.merge import merge_state
 from .attention.pipeline import AttentionPipeline
+from .block.functional import apply_rope, rms_norm
 from .block.quant import QuantizedTensor, quantize
 from .block.rope import Rope
 from .errors import ArgumentError, CapacityError, DeviceError, FormatError, ModelNotFound, ShapeError, Unsupported, WgattnError
@@ -28,11 +29,13 @@ __all__ = [
     "Unsupported",
     "WgattnError",
     "__version__",
+    "apply_rope",
     "default_device",
     "explain",
     "list_adapters",
     "merge_state",
     "quantize",
+    "rms_norm",
     "scaled_dot_product_attention",
     "sdpa",
 ]

@@ -15,7 +15,7 @@ from wgattn.llm.llama import Llama, LlamaConfig
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "data" / "smollm2.json").read_text())["cases"]
 SMALL = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "ffn": 96, "vocab": 300}
-KINDS = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0")
+KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 
 
 @pytest.fixture(scope="module")
@@ -247,8 +247,8 @@ def test_bad_files_and_options_raise(tmp_path, small):
     (tmp_path / "other.gguf").write_bytes(data.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0lxama", 1))
     with pytest.raises(Unsupported, match="lxama"):
         Llama.from_gguf(tmp_path / "other.gguf")
-    write_llama_gguf(tmp_path / "kind.gguf", **SMALL, kinds={"default": "F32", "ffn_up": "Q5_1"})
-    with pytest.raises(Unsupported, match="Q5_1"):
+    write_llama_gguf(tmp_path / "kind.gguf", **{**SMALL, "dim": 256}, kinds={"default": "F32", "ffn_up": "TQ2_0"})
+    with pytest.raises(Unsupported, match="TQ2_0"):
         Llama.from_gguf(tmp_path / "kind.gguf")
     renamed = data.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xx.weight")
     (tmp_path / "renamed.gguf").write_bytes(renamed)

@@ -108,7 +108,7 @@ def record_linear(
     kernel = device.kernel(
         "block/linear",
         "step",
-        matrix.format.part,
+        *matrix.format.parts,
         f"block/parts/norm_{'none' if gamma is None else 'rms'}",
         f"block/parts/bias_{'none' if bias is None else 'add'}",
         device.profile.team_part(shape.lanes),
@@ -121,6 +121,7 @@ def record_linear(
         PAIRS=shape.rows // 2,
         QUADS=shape.rows // 4,
         WORKGROUP=shape.workgroup,
+        **matrix.format.options,
         **(options or {}),
     )
     for piece in matrix:

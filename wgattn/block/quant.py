@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,13 +23,19 @@ Planes = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Format:
-    """How a kind of matrix is stored: `block` columns in `block_bytes` bytes; `part` is the shader part that reads its planes."""
+    """How a kind of matrix is stored: `block` columns in `block_bytes` bytes; `parts` and `options` are of the shader text that reads its planes."""
 
     name: str
     block: int
     block_bytes: int
-    part: str
+    parts: tuple[str, ...]
     planes: Callable[[np.ndarray, int], Planes]
+    options: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def quantised(self) -> bool:
+        """Its codes are integers, at most 8 bits."""
+        return self.block > 1
 
     def row_bytes(self, columns: int) -> int:
         return columns // self.block * self.block_bytes
@@ -41,10 +47,15 @@ def _words(array: np.ndarray) -> np.ndarray:
     return np.pad(data, (0, -data.size % 4)).view(np.uint32)
 
 
-def _nibbles(qs: np.ndarray) -> np.ndarray:
-    """(blocks, 16) bytes, column i low and i + 16 high, to (blocks, 4) words of eight columns: 0..3 low, 4..7 high."""
-    columns = np.concatenate([qs & 15, qs >> 4], axis=1).reshape(-1, 4, 2, 4)
+def _nibbles(codes: np.ndarray) -> np.ndarray:
+    """(blocks, columns) codes below 16 in words of eight columns: 0..3 in the low nibbles of its bytes, 4..7 in the high."""
+    columns = codes.reshape(len(codes), -1, 2, 4)
     return _words(columns[:, :, 0] | columns[:, :, 1] << 4)
+
+
+def _halves(qs: np.ndarray) -> np.ndarray:
+    """(..., n) bytes to (..., 2n) codes: all low nibbles, then all high."""
+    return np.concatenate([qs & 15, qs >> 4], axis=-1)
 
 
 def _floats(dtype: type) -> Callable[[np.ndarray, int], Planes]:
@@ -55,39 +66,76 @@ def _floats(dtype: type) -> Callable[[np.ndarray, int], Planes]:
     return planes
 
 
-def _q8_0(raw: np.ndarray, columns: int) -> Planes:
-    blocks = raw.reshape(-1, 34)
-    return {"weights_scales_plane": _words(blocks[:, :2]), "weights_codes_plane": _words(blocks[:, 2:])}
+def _simple(bytes_of: Mapping[str, int]) -> Callable[[np.ndarray, int], Planes]:
+    """Blocks of 32 whose fields (scales, bits, qs) are so many bytes each; qs of 16 bytes are nibbles, of 32 bytes signed codes."""
+
+    def planes(raw: np.ndarray, columns: int) -> Planes:
+        blocks = raw.reshape(-1, sum(bytes_of.values()))
+        fields = dict(zip(bytes_of, np.split(blocks, np.cumsum([*bytes_of.values()])[:-1], axis=1), strict=True))
+        qs = fields.pop("qs")
+        found = {f"weights_{name}_plane": _words(data) for name, data in fields.items()}
+        return found | {"weights_codes_plane": _nibbles(_halves(qs)) if qs.shape[1] == 16 else _words(qs)}
+
+    return planes
 
 
-def _q4_0(raw: np.ndarray, columns: int) -> Planes:
-    blocks = raw.reshape(-1, 18)
-    return {"weights_scales_plane": _words(blocks[:, :2]), "weights_codes_plane": _nibbles(blocks[:, 2:])}
+def _k_scales(head: np.ndarray) -> np.ndarray:
+    """The 16 bytes d, dmin and twelve bytes of 6-bit factors, as five words: d and dmin, eight bytes sc, eight bytes mn."""
+    b = head[:, 4:16]
+    low_sc, low_mn = b[:, 0:4] & 63, b[:, 4:8] & 63
+    high_sc, high_mn = (b[:, 8:12] & 15) | (b[:, 0:4] >> 6 << 4), (b[:, 8:12] >> 4) | (b[:, 4:8] >> 6 << 4)
+    return _words(np.concatenate([head[:, :4], low_sc, high_sc, low_mn, high_mn], axis=1))
 
 
-def _q4_1(raw: np.ndarray, columns: int) -> Planes:
-    blocks = raw.reshape(-1, 20)
-    return {"weights_scales_plane": _words(blocks[:, :4]), "weights_codes_plane": _nibbles(blocks[:, 4:])}
+def _q4_k(raw: np.ndarray, columns: int) -> Planes:
+    blocks = raw.reshape(-1, 144)
+    codes = _halves(blocks[:, 16:].reshape(-1, 4, 32))  # 64 columns: the low nibbles of 32 bytes, then the high
+    return {"weights_scales_plane": _k_scales(blocks), "weights_codes_plane": _nibbles(codes.reshape(-1, 256))}
 
 
-def _q5_0(raw: np.ndarray, columns: int) -> Planes:
-    blocks = raw.reshape(-1, 22)
+def _q5_k(raw: np.ndarray, columns: int) -> Planes:
+    blocks = raw.reshape(-1, 176)
+    codes = _halves(blocks[:, 48:].reshape(-1, 4, 32))
+    bits = (blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[None, :, None]) & 1  # bit s of byte l belongs to column 32 s + l
     return {
-        "weights_scales_plane": _words(blocks[:, :2]),
-        "weights_bits_plane": _words(blocks[:, 2:6]),
-        "weights_codes_plane": _nibbles(blocks[:, 6:]),
+        "weights_scales_plane": _k_scales(blocks),
+        "weights_bits_plane": _words(np.packbits(bits.reshape(-1), bitorder="little")),
+        "weights_codes_plane": _nibbles(codes.reshape(-1, 256)),
     }
+
+
+def _q6_k(raw: np.ndarray, columns: int) -> Planes:
+    blocks = raw.reshape(-1, 210)
+    ql, qh = blocks[:, :128].reshape(-1, 2, 2, 32), blocks[:, 128:192].reshape(-1, 2, 1, 32)
+    low = np.concatenate([ql & 15, ql >> 4], axis=2)  # (blocks, half, four groups of 32 columns, 32)
+    high = ((qh >> np.array([0, 2, 4, 6], np.uint8)[None, None, :, None]) & 3).reshape(-1, 4, 4)  # (16 columns as 4 x 4)
+    pairs = (high << np.array([0, 2, 4, 6], np.uint8)[None, :, None]).sum(1, dtype=np.uint8)
+    return {
+        "weights_scales_plane": _words(blocks[:, 192:208]),
+        "weights_blocks_plane": _words(blocks[:, 208:]),
+        "weights_bits_plane": _words(pairs),
+        "weights_codes_plane": _nibbles(low.reshape(-1, 256)),
+    }
+
+
+def _quantised(codes: str, scales: str) -> tuple[str, ...]:
+    return (f"block/parts/codes_{codes}", "block/parts/codes_floats", f"block/parts/scales_{scales}")
 
 
 FORMATS: Mapping[str, Format] = {
     f.name: f
     for f in (
-        Format("F32", 1, 4, "block/parts/weights_f32", _floats(np.float32)),
-        Format("F16", 1, 2, "block/parts/weights_f16", _floats(np.float16)),
-        Format("Q8_0", 32, 34, "block/parts/weights_q8_0", _q8_0),
-        Format("Q4_0", 32, 18, "block/parts/weights_q4_0", _q4_0),
-        Format("Q4_1", 32, 20, "block/parts/weights_q4_1", _q4_1),
-        Format("Q5_0", 32, 22, "block/parts/weights_q5_0", _q5_0),
+        Format("F32", 1, 4, ("block/parts/weights_f32",), _floats(np.float32)),
+        Format("F16", 1, 2, ("block/parts/weights_f16",), _floats(np.float16)),
+        Format("BF16", 1, 2, ("block/parts/weights_bf16",), _floats(np.uint16)),
+        Format("Q8_0", 32, 34, _quantised("bytes", "d"), _simple({"scales": 2, "qs": 32}), {"ZERO": 0}),
+        Format("Q4_0", 32, 18, _quantised("nibbles", "d"), _simple({"scales": 2, "qs": 16}), {"ZERO": 8}),
+        Format("Q4_1", 32, 20, _quantised("nibbles", "dm"), _simple({"scales": 4, "qs": 16})),
+        Format("Q5_0", 32, 22, _quantised("nibbles_bit", "d"), _simple({"scales": 2, "bits": 4, "qs": 16}), {"ZERO": 16}),
+        Format("Q5_1", 32, 24, _quantised("nibbles_bit", "dm"), _simple({"scales": 4, "bits": 4, "qs": 16})),
+        Format("Q4_K", 256, 144, _quantised("nibbles", "k"), _q4_k),
+        Format("Q5_K", 256, 176, _quantised("nibbles_bit", "k"), _q5_k),
+        Format("Q6_K", 256, 210, _quantised("nibbles_pair", "q6_k"), _q6_k),
     )
 }
 
@@ -105,7 +153,7 @@ class QuantizedTensor:
     Args:
         data: its bytes, row after row, each a whole number of blocks; anything that NumPy can view as bytes.
         shape: (rows, columns).
-        kind: "F32", "F16", "Q8_0", "Q4_0", "Q4_1" or "Q5_0".
+        kind: one of FORMATS: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K.
 
     Raises:
         Unsupported: another kind. ShapeError: columns not a multiple of the block, or the wrong number of bytes.

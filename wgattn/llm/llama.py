@@ -211,7 +211,8 @@ class Llama:
     def _recording(self, tokens: int, length: int, output: bool) -> Recording:
         c, recording = self.config, Recording(self.device)
         attention = SplitAttention(self.device, c.num_heads, c.num_kv_heads, c.head_dim, tokens=tokens, length=length)
-        kernel = self.device.kernel("block/embed", "step", self.embedding.format.part, WORKGROUP=min(64, self.device.profile.max_invocations))
+        stored = self.embedding.format
+        kernel = self.device.kernel("block/embed", "step", *stored.parts, **stored.options, WORKGROUP=min(64, self.device.profile.max_invocations))
         for piece in self.embedding:
             buffers = {"step": self._state.step, "tokens": self._state.tokens, "y": self._scratch["h"], **piece.planes}
             params = {"columns": c.embed_dim, "rows": piece.rows, "y_stride": padded(c.embed_dim), "first_row": piece.first_row}
