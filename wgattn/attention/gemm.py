@@ -120,3 +120,160 @@ _WIDE = (
     tile(16, 32, 4, 8, 4, 2, "00"),
     tile(16, 32, 8, 8, 2, 4, "11"),
 )
+
+# The same products with both operands staged, which GPUs with little cache prefer.
+_STAGED = (
+    tile(32, 32, 8, 8, 4, 4, "00", staged=1),
+    tile(64, 64, 8, 8, 4, 4, "11", staged=1),
+    tile(64, 64, 16, 16, 4, 4, "00", staged=1),
+    tile(64, 128, 16, 16, 4, 4, "11", staged=1),
+    tile(128, 64, 16, 16, 4, 4, "11", staged=1),
+    tile(128, 128, 16, 16, 4, 4, "11", staged=1),
+)
+
+# For CPUs that pretend to be GPUs: narrow workgroups, wide vectors.
+_SOFTWARE = tile(16, 16, 4, 2, 4, 8, "00")
+
+
+def candidates(profile: DeviceProfile, M: int, N: int, K: int) -> list[GemmShape]:
+    """Shapes worth trying on a product of that size, of those that a device can run."""
+    return [shape for shape in dict.fromkeys((_SOFTWARE, *_WIDE, *_STAGED)) if shape.valid(profile, M, N, K)]
+
+
+def default_shape(profile: DeviceProfile, M: int, N: int) -> GemmShape:
+    """The shape for a product of M x N when nothing has been timed; pure."""
+    if profile.software:
+        return _SOFTWARE
+    tile_m, tile_n = (next((n for n in (128, 64, 32) if size % n == 0), 16) for size in (M, N))
+    if tile_m >= 64 and tile_n >= 128 and profile.max_invocations >= 128:
+        return tile(64, 128, 16, 8, 2, 8, "10")
+    if tile_m >= 64 and tile_n >= 64:
+        return tile(64, 64, 8, 8, 4, 4, "10")
+    return tile(16, 16, 4, 4, 2, 2, "10")
+
+
+def aligned(n: int) -> int:
+    """A size as products are cut from: a multiple of 128, or the next power of two below it, at least 16."""
+    return padded(n, 128) if n > 64 else max(16, 1 << (max(n, 1) - 1).bit_length())
+
+
+def choose_gemm(profile: DeviceProfile, problem: Problem) -> GemmShapes:
+    """The shapes for a problem on a device; pure."""
+    rows = aligned(problem.queries)
+    return GemmShapes(default_shape(profile, rows, aligned(problem.keys)), default_shape(profile, rows, aligned(problem.value_dim)))
+
+
+def matrices(problem: Problem, shapes: GemmShapes, share: int = 1) -> Matrices:
+    """The sizes that tiles of these shapes divide."""
+    scores, outputs = shapes.scores, shapes.outputs
+    return Matrices(
+        rows=padded(problem.queries, math.lcm(scores.MWG, outputs.MWG)),
+        columns=padded(problem.keys, math.lcm(scores.NWG, outputs.step)),
+        depth=padded(problem.head_dim, math.lcm(4, scores.step)),
+        channels=padded(problem.value_dim, outputs.NWG),
+        mask_share=share,
+    )
+
+
+def unsupported(profile: DeviceProfile, problem: Problem) -> str | None:
+    """What is missing on such a device, or None."""
+    shapes = choose_gemm(profile, problem)
+    sizes = matrices(problem, shapes)
+    for shape in (shapes.scores, shapes.outputs):
+        if shape.workgroup > profile.max_invocations:
+            return f"its tiles need workgroups of {shape.workgroup}, there are {profile.max_invocations}."
+    tiles = max(sizes.rows // min(shapes.scores.MWG, _BLOCK), sizes.columns // min(shapes.scores.NWG, _BLOCK))
+    if tiles > profile.max_workgroups:
+        return f"{problem.queries} queries and {problem.keys} keys need a grid of {tiles} workgroups, there are {profile.max_workgroups} in a dimension."
+    return too_large(profile, sizes)
+
+
+def record(recording: Recording, problem: Problem, operands: Operands, shapes: GemmShapes) -> None:
+    """Append the path's dispatches, for each round of heads that fits a binding."""
+    device = recording.device
+    sizes = matrices(problem, shapes, mask_share(problem, operands))
+    kernels = _kernels(device, problem, shapes)
+    masked = problem.mask != "none"
+    lanes = softmax_lanes(device.profile, problem.keys)
+    scratch: dict[str, Any] = {}
+    for first, planes in rounds(device.profile, problem, sizes):
+        scratch = scratch or _scratch(device, problem, sizes, first, planes)
+        bound = scratch | {"matrices": sizes.uniform(device, first, planes)}
+
+        def add(name: str, groups: tuple[int, ...], **matrix: Any) -> None:
+            common.add(recording, kernels[name], groups, problem, operands, bound | matrix, label=f"attention {name.replace('_', ' ')}")  # noqa: B023
+
+        add("rearrange_qkv", (*_blocks(max(sizes.rows, sizes.columns), max(sizes.depth, sizes.channels)), planes))
+        if masked:
+            add("rearrange_mask", (math.ceil(sizes.columns / _BLOCK), sizes.rows // 8, sizes.mask_planes(first, planes)))
+        groups = (sizes.rows // shapes.scores.MWG, sizes.columns // shapes.scores.NWG, planes)
+        add("scores", groups, matrix_a=scratch["queries_t"], matrix_b=scratch["keys_t"])
+        add_softmax(recording, problem, operands, bound, planes, lanes)
+        add("transpose", (*_blocks(sizes.columns, sizes.rows), planes))
+        groups = (sizes.channels // shapes.outputs.NWG, sizes.rows // shapes.outputs.MWG, planes)
+        add("outputs", groups, matrix_a=scratch["values_p"], matrix_b=scratch["probabilities_t"])
+        add("transpose_output", (*_blocks(problem.queries, problem.value_dim), planes))
+
+
+def _blocks(*sizes: int) -> tuple[int, ...]:
+    return tuple(math.ceil(n / _BLOCK) for n in sizes)
+
+
+def _scratch(device: Device, problem: Problem, sizes: Matrices, first: int, planes: int) -> dict[str, Any]:
+    """Memory for the largest round, which is the first."""
+    kv_planes = math.ceil(planes / problem.ratio)
+    scores = (planes, sizes.rows, sizes.columns)
+    buffers = {
+        "queries_t": device.empty((planes, sizes.depth, sizes.rows)),
+        "keys_t": device.empty((kv_planes, sizes.depth, sizes.columns)),
+        "values_p": device.empty((kv_planes, sizes.columns, sizes.channels)),
+        "scores": device.empty(scores),
+        "probabilities_t": device.empty(scores),
+        "outputs_t": device.empty((planes, sizes.channels, sizes.rows)),
+    }
+    if problem.mask != "none":
+        buffers["padded_mask"] = device.empty((sizes.mask_planes(first, planes), *scores[1:]))
+    return buffers
+
+
+def _kernels(device: Device, problem: Problem, shapes: GemmShapes) -> dict[str, Kernel]:
+    """The path's own kernels, by their label."""
+    shared = (*common.base_parts(problem), "attention/parts/matrices")
+    options, neutral = common.options(problem), neutral_options(problem)
+    rows = [common.rows_part(problem, name) for name in ("query", "keys", "values")]
+    store, *_ = common.finish_parts(problem)
+    mask = f"attention/parts/mask_{problem.mask}"
+    adjust = ["attention/parts/mask_padded" if part == mask != "attention/parts/mask_none" else part for part in common.score_parts(problem)]
+    kernels = {
+        "rearrange_qkv": device.kernel("attention/rearrange_qkv", *shared, *rows, **options),
+        "scores": _product(device, shapes.scores, "scores", (*shared, *adjust), neutral),
+        "transpose": device.kernel("attention/transpose", *shared, **neutral),
+        "outputs": _product(device, shapes.outputs.exchanged(), "outputs", shared, neutral),
+        "transpose_output": device.kernel("attention/transpose_output", *shared, store, **options),
+    }
+    if problem.mask != "none":
+        kernels["rearrange_mask"] = device.kernel("attention/rearrange_mask", *shared, mask, **neutral)
+    return kernels
+
+
+def _product(device: Device, shape: GemmShape, name: str, parts: tuple[str | Part, ...], options: dict) -> Kernel:
+    """The kernel of one of the two products."""
+    a_width, b_width = min(shape.VWM, 4), min(shape.VWN, 4)
+    a, b = (f"vec{width}<f32>" for width in (a_width, b_width))
+    staging = {"MDIMA": shape.MDIMA, "NDIMB": shape.NDIMB} if shape.SA else {}
+    return device.kernel(
+        "attention/xgemm_batched",
+        *parts,
+        Part.of(f"attention/parts/gemm_{'staged' if shape.SA else 'direct'}", a=a, b=b),
+        Part.of(f"attention/parts/product_{name}", b=b),
+        **options,
+        **staging,
+        **{name: getattr(shape, name) for name in ("MWG", "NWG", "MDIMC", "NDIMC", "STRM", "STRN", "VWM", "VWN")},
+        WORKGROUP=shape.workgroup,
+        KSTEP=shape.step,
+        UNROLL=shape.KWI if shape.SA else _DIRECT_STEP,
+        A_WIDTH=a_width,
+        B_WIDTH=b_width,
+        A_LOADS=shape.MWG // shape.MDIMC // a_width,
+        B_LOADS=shape.NWG // shape.NDIMC // b_width,
+    )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from ..gpu import DeviceProfile, Recording
-from . import flash, split
+from . import flash, gemm, split, unfused
 from .problem import Operands, Problem
 
 
@@ -58,4 +58,30 @@ class FlashPath:
         flash.record(recording, problem, operands, shape or flash.choose_flash(recording.device.profile, problem))
 
 
-PATHS: Mapping[str, Path] = {"flash": FlashPath(), "split": SplitPath()}
+class UnfusedPath:
+    """Scores in memory, three dispatches: the original's way for decoding and short prefill."""
+
+    def unsupported(self, profile: DeviceProfile, problem: Problem) -> str | None:
+        return unfused.unsupported(profile, problem)
+
+    def shape(self, profile: DeviceProfile, problem: Problem) -> unfused.UnfusedShape:
+        return unfused.choose_unfused(profile, problem)
+
+    def record(self, recording: Recording, problem: Problem, operands: Operands, shape: unfused.UnfusedShape | None = None) -> None:
+        unfused.record(recording, problem, operands, shape or unfused.choose_unfused(recording.device.profile, problem))
+
+
+class GemmPath:
+    """Two products of padded matrices, seven dispatches: the original's way for long prefill."""
+
+    def unsupported(self, profile: DeviceProfile, problem: Problem) -> str | None:
+        return gemm.unsupported(profile, problem)
+
+    def shape(self, profile: DeviceProfile, problem: Problem) -> gemm.GemmShapes:
+        return gemm.choose_gemm(profile, problem)
+
+    def record(self, recording: Recording, problem: Problem, operands: Operands, shape: gemm.GemmShapes | None = None) -> None:
+        gemm.record(recording, problem, operands, shape or gemm.choose_gemm(recording.device.profile, problem))
+
+
+PATHS: Mapping[str, Path] = {"flash": FlashPath(), "split": SplitPath(), "unfused": UnfusedPath(), "gemm": GemmPath()}
