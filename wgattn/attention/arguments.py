@@ -26,10 +26,16 @@ def device_of(given: dict[str, Array], device: Device | None) -> tuple[Device, b
     return device or default_device(), "query" in tensors
 
 
+def native(array: Any) -> np.ndarray:
+    """As a NumPy array in the machine's byte order."""
+    array = np.asarray(array)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
 def floating(name: str, array: Array) -> Array:
-    """The array, or TypeError when it is not floating."""
+    """The array, in the machine's byte order, or TypeError when it is not floating."""
     if not isinstance(array, Tensor):
-        array = np.asarray(array)
+        array = native(array)
     if array.dtype.name not in FLOATS:
         raise TypeError(f"{name} has dtype {array.dtype}; it must be float32, float16 or float64.")
     return array
@@ -71,11 +77,13 @@ def checked_window(window_size: int | tuple[int, int] | None) -> tuple[int, int]
 def checked_mask(mask: Array, wanted: tuple[int, int, int, int]) -> Array:
     """The mask with four dimensions; ShapeError when it does not broadcast."""
     if not isinstance(mask, Tensor):
-        mask = np.asarray(mask)
+        mask = native(mask)
         if mask.dtype.name == "float64":
             mask = mask.astype(np.float32)
         if mask.dtype.kind not in "biuf" or (mask.dtype.name not in ("bool", "float32", "float16") and mask.dtype.kind == "f"):
             raise TypeError(f"attn_mask has dtype {mask.dtype}; it must be bool, integer, float32, float16 or float64.")
+        if mask.dtype.kind in "iu":
+            mask = mask != 0
     if not 1 <= mask.ndim <= 4:
         raise ShapeError(f"attn_mask has shape {tuple(mask.shape)}; it must have one to four dimensions that broadcast to {wanted}.")
     shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
@@ -136,10 +144,10 @@ def checked_lengths(lengths: Array | None, batch: int, keys: int) -> Array | Non
 
 
 def storable(array: np.ndarray) -> tuple[np.ndarray, Any]:
-    """The array in a dtype that the device stores; bool and integer masks become bytes, four a word."""
+    """The array in a dtype that the device stores; bool masks become bytes, four a word."""
     if array.dtype.name == "float64":
         return array, np.float32
-    if array.dtype.kind in "bi" or array.dtype.name in ("uint8", "uint16", "uint64"):
-        data = (array != 0).astype(np.uint8).reshape(-1)
+    if array.dtype.kind == "b":
+        data = array.astype(np.uint8).reshape(-1)
         return np.pad(data, (0, -data.size % 4)).view(np.uint32), np.uint32
     return array, array.dtype

@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import ArgumentError, CapacityError, ShapeError
 from ..gpu import Device, Readback, Recording, Slice, StepState, Tensor, default_device
 from . import split
-from .arguments import FLOATS, checked_mask, checked_softcap, checked_window, finite, mask_first, mask_kind, mask_strides, storable
+from .arguments import FLOATS, checked_mask, checked_softcap, checked_window, finite, floating, mask_first, mask_kind, mask_strides, storable
 from .choose import choose
 from .kv_cache import KVCache
 from .paths import PATHS
@@ -255,9 +255,7 @@ class AttentionPipeline:
         for name, a, heads in (("q", q, self.num_heads), ("k", k, self.num_kv_heads), ("v", v, self.num_kv_heads)):
             if isinstance(a, Tensor) and a.device is not self.device:
                 raise ArgumentError(f"{name} is on another device ({a.device}); copy it there first.")
-            a = a if isinstance(a, Tensor) else np.asarray(a)
-            if a.dtype.name not in FLOATS:
-                raise TypeError(f"{name} has dtype {a.dtype}; it must be float32, float16 or float64.")
+            a = floating(name, a)
             positions = a.shape[1] if a.ndim == 4 else "S"
             if a.ndim != 4 or tuple(a.shape) != (self.batch, positions, heads, self.head_dim) or not positions:
                 wanted = f"({self.batch}, S, {heads}, {self.head_dim})"
