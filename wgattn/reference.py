@@ -42,18 +42,29 @@ def embed(token_ids: Sequence[int], matrix: Array) -> Array:
     return np.asarray(matrix, np.float64)[list(token_ids)]
 
 
-def apply_rope(x: Array, positions: Array, *, base: float = 10000.0, dim: int | None = None, interleaved: bool = False, factors: Array | None = None) -> Array:
-    """Rotate pairs of channels of x (..., S, H, D) by position * base^(-2i / dim) [/ factors[i]].
+def apply_rope(
+    x: Array,
+    positions: Array,
+    *,
+    base: float = 10000.0,
+    dim: int | None = None,
+    interleaved: bool = False,
+    factors: Array | None = None,
+    frequencies: Array | None = None,
+    magnitude: float = 1.0,
+) -> Array:
+    """Rotate pairs of channels of x (..., S, H, D) by position * base^(-2i / dim) [/ factors[i]], or by position * frequencies[i].
 
-    Pair i is (2i, 2i + 1) when interleaved, else (i, i + dim / 2); channels from `dim` on pass through. Su et al. 2021.
+    Pair i is (2i, 2i + 1) when interleaved, else (i, i + dim / 2); channels from `dim` on pass through. `magnitude` multiplies what is rotated.
+    Su et al. 2021.
     """
     x = np.array(x, np.float64)
     dim = x.shape[-1] if dim is None else dim
-    frequencies = base ** (-np.arange(0, dim, 2) / dim)
+    frequencies = base ** (-np.arange(0, dim, 2) / dim) if frequencies is None else np.asarray(frequencies, np.float64)
     if factors is not None:
         frequencies = frequencies / np.asarray(factors, np.float64)
     angles = np.asarray(positions, np.float64)[:, None, None] * frequencies  # (S, 1, dim / 2)
-    cos, sin = np.cos(angles), np.sin(angles)
+    cos, sin = magnitude * np.cos(angles), magnitude * np.sin(angles)
     first, second = (slice(0, dim, 2), slice(1, dim, 2)) if interleaved else (slice(0, dim // 2), slice(dim // 2, dim))
     a, b = x[..., first].copy(), x[..., second].copy()
     x[..., first], x[..., second] = a * cos - b * sin, a * sin + b * cos
@@ -151,21 +162,56 @@ def merge_state(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> tuple[Arr
     return weight[0] * np.asarray(o_a, np.float64) + weight[1] * np.asarray(o_b, np.float64), lse
 
 
-def llama(weights: Mapping[str, Array], token_ids: Sequence[int], config: Any, factors: Array | None = None) -> Array:
-    """Logits (tokens, vocab) of a Llama-family model; weights by their GGUF names, dequantised; `config` as `wgattn.llm.llama.LlamaConfig`."""
-    h, positions = embed(token_ids, weights["token_embd.weight"]), np.arange(len(token_ids))
+def attention_block(x: Array, weights: Mapping[str, Array], *, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, rope: Mapping[str, Any] | None,
+                    past: tuple[Array, Array] | None = None) -> tuple[Array, Array, Array]:  # fmt: skip
+    """wo . attention(norm(x)) + bo for x (T, E) behind a past of keys and values (Hkv, P, D): (out (T, E), keys (Hkv, P + T, D), values).
+
+    weights: norm, wq, wk, wv, wo, optional bq bk bv bo q_norm k_norm, as in `wgattn.FusedAttention`. rope: keywords of `apply_rope`, or None.
+    """
+    T, P = len(x), 0 if past is None else past[0].shape[1]
+    n = rms_norm(x, weights["norm"], eps)
+    heads = []
+    for m, count in (("q", num_heads), ("k", num_kv_heads), ("v", num_kv_heads)):
+        rows = linear(n, weights[f"w{m}"], weights.get(f"b{m}")).reshape(T, count, head_dim)
+        if m != "v" and weights.get(f"{m}_norm") is not None:
+            rows = rms_norm(rows, weights[f"{m}_norm"], eps)
+        if m != "v" and rope is not None:
+            rows = apply_rope(rows, np.arange(P, P + T), **rope)
+        heads.append(rows.swapaxes(0, 1))
+    keys, values = (new if past is None else np.concatenate([old, new], axis=1) for old, new in zip(past or (None, None), heads[1:], strict=True))
+    out, _ = attention(heads[0][None], keys[None], values[None], is_causal=True)
+    return linear(out[0].swapaxes(0, 1).reshape(T, -1), weights["wo"], weights.get("bo")), keys, values
+
+
+def mlp(x: Array, weights: Mapping[str, Array], eps: float) -> Array:
+    """down . (silu(gate . n + b_gate) * (up . n + b_up)) + b_down with n = rms_norm(x), for x (T, E)."""
+    n = rms_norm(x, weights["norm"], eps)
+    hidden = silu(linear(n, weights["gate"], weights.get("b_gate"))) * linear(n, weights["up"], weights.get("b_up"))
+    return linear(hidden, weights["down"], weights.get("b_down"))
+
+
+def llama(weights: Mapping[str, Array], token_ids: Sequence[int], config: Any, rope: Mapping[str, Any] | None = None) -> Array:
+    """Logits (tokens, vocab) of a Llama-family model; weights by their GGUF names, dequantised; `config` as `wgattn.llm.llama.LlamaConfig`.
+
+    rope: keywords of `apply_rope`; by default those that the config gives without scaling.
+    """
+    rope = rope or {"base": config.rope_base, "dim": config.rope_dim, "interleaved": config.rope_interleaved}
+    h = embed(token_ids, weights["token_embd.weight"])
+    sizes = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "eps": config.eps}
     for i in range(config.layers):
-        w = {name: weights.get(f"blk.{i}.{name}") for name in (*(f"attn_{m}.{k}" for m in ("q", "k", "v", "output") for k in ("weight", "bias")),)}
-        n = rms_norm(h, weights[f"blk.{i}.attn_norm.weight"], config.eps)
-        heads = []
-        for m, count in (("q", config.num_heads), ("k", config.num_kv_heads), ("v", config.num_kv_heads)):
-            rows = linear(n, w[f"attn_{m}.weight"], w[f"attn_{m}.bias"]).reshape(len(token_ids), count, config.head_dim)
-            if m != "v":
-                rows = apply_rope(rows, positions, base=config.rope_base, dim=config.rope_dim, interleaved=True, factors=factors)
-            heads.append(rows.swapaxes(0, 1)[None])
-        out, _ = attention(*heads, is_causal=True)
-        h = h + linear(out[0].swapaxes(0, 1).reshape(len(token_ids), -1), w["attn_output.weight"], w["attn_output.bias"])
-        n = rms_norm(h, weights[f"blk.{i}.ffn_norm.weight"], config.eps)
-        h = h + linear(swiglu(n, weights[f"blk.{i}.ffn_gate.weight"], weights[f"blk.{i}.ffn_up.weight"]), weights[f"blk.{i}.ffn_down.weight"])
+        named = {ours: weights.get(f"blk.{i}.{theirs}") for ours, theirs in GGUF_NAMES.items()}
+        h = h + attention_block(h, named, rope=rope, **sizes)[0]
+        h = h + mlp(h, named | {"norm": named["ffn_norm"]}, config.eps)
     n = rms_norm(h, weights["output_norm.weight"], config.eps)
     return linear(n, weights.get("output.weight", weights["token_embd.weight"]))
+
+
+GGUF_NAMES = {
+    "norm": "attn_norm.weight",
+    **{f"w{m[0]}": f"attn_{m}.weight" for m in ("q", "k", "v", "output")},
+    **{f"b{m[0]}": f"attn_{m}.bias" for m in ("q", "k", "v", "output")},
+    **{f"{m}_norm": f"attn_{m}_norm.weight" for m in ("q", "k")},
+    "ffn_norm": "ffn_norm.weight",
+    **{m: f"ffn_{m}.weight" for m in ("gate", "up", "down")},
+}
+"""Our names of a layer's weights to those of GGUF, without the prefix blk.N."""

@@ -3,8 +3,8 @@
 // A team of LANES invocations computes ROWS rows of W for TOKENS tokens; its lanes share the columns in chunks of 16.
 // The norm's scale is one number a token, so it is applied after the dot products and costs no pass of its own.
 // Weights are affine in chunks, w = scale * code + offset, so a chunk's dot is scale * (codes . x) + offset * sum(x).
-// Workgroup memory: that of the team part.
-// Options: LANES, ROWS, TOKENS, WORKGROUP; parts: step, weights_*, norm_*, bias_*, team_*, token_*, output_*.
+// Workgroup memory: that of the team part and of heads_norm.
+// Options: LANES, ROWS, TOKENS, WORKGROUP; parts: step, weights_* or codes_* and scales_*, norm_*, bias_*, team_*, token_*, heads_*, output_*.
 
 struct Params { columns: u32, rows: u32, x_stride: u32, y_stride: u32, first_row: u32, eps: f32 }
 
@@ -57,6 +57,10 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     var results: array<f32, ROWS>;
     //@ unroll r in 0..ROWS
     results[$r] = team_add(dot(sum$r_$t, vec4<f32>(1.0))) * scale + bias_at(row$r);
+    //@ end
+    let gain = head_gain(row, lane, results);
+    //@ unroll r in 0..ROWS
+    results[$r] *= gain * head_weight(row$r);
     //@ end
     if (lane == 0u && token + $tu <= last_token) { output(row, token + $tu, results); }
   }

@@ -36,7 +36,8 @@ class AttentionBlock:
     """The weights of one layer's attention half, on the device, and the recording of its dispatches.
 
     Args:
-        weights: norm (E,), wq (H*D, E), wk and wv (Hkv*D, E), wo (E, H*D), optional bq bk bv bo; matrices as QuantizedTensor, vectors float32.
+        weights: norm (E,), wq (H*D, E), wk and wv (Hkv*D, E), wo (E, H*D), optional bq bk bv bo, optional q_norm and k_norm (D,) for QK-norm;
+            matrices as QuantizedTensor, vectors float32.
 
     Raises:
         Unsupported: head_dim or the rotary dim is not a multiple of 4, or num_heads * head_dim not of 16.
@@ -50,14 +51,16 @@ class AttentionBlock:
         self.geometry, self.rope = geometry, rope
         self.gamma = device.tensor(pad_vector(weights["norm"]))
         orders = [rope.pair_order(geometry.num_heads, geometry.head_dim), rope.pair_order(geometry.num_kv_heads, geometry.head_dim), None]
-        self.qkv = _stack_by_kind(device, [weights["wq"], weights["wk"], weights["wv"]], orders)
+        self.head_gamma = _head_gamma(device, weights, geometry, rope)
+        unit = 4 if self.head_gamma is None else geometry.head_dim
+        self.qkv = _stack_by_kind(device, [weights["wq"], weights["wk"], weights["wv"]], orders, unit)
         self.bias = _stack_bias(device, weights, orders)
         self.wo = Matrix(device, weights["wo"])
         self.bo = device.tensor(weights["bo"]) if weights.get("bo") is not None else None
 
     @property
     def nbytes(self) -> int:
-        vectors = [t for t in (self.gamma, self.bias, self.bo) if t is not None]
+        vectors = [t for t in (self.gamma, self.bias, self.bo, self.head_gamma) if t is not None]
         return sum(m.nbytes for m, _ in self.qkv) + self.wo.nbytes + sum(t.nbytes for t in vectors)
 
     def record(self, recording: Recording, attention: SplitAttention, cache: KVCache, state: Mapping[str, Any], tokens: int) -> None:
@@ -81,6 +84,7 @@ class AttentionBlock:
                 gamma=self.gamma,
                 eps=g.eps,
                 bias=self.bias,
+                head_gamma=self.head_gamma,
                 label="norm, QKV, RoPE, KV append",
             )
         attention.record(recording, step=state["step"], query=state["query"], cache=cache, out=state["attended"])
@@ -98,13 +102,22 @@ class AttentionBlock:
         )
 
 
-def _stack_by_kind(device: Device, matrices: list[QuantizedTensor], orders: list[np.ndarray | None]) -> list[tuple[Matrix, int]]:
+def _head_gamma(device: Device, weights: Mapping[str, Any], geometry: Geometry, rope: Rope) -> Tensor | None:
+    """The weights of QK-norm in the order of the projections' rows; ones where only one of the two has any."""
+    given = [weights.get("q_norm"), weights.get("k_norm")]
+    if all(g is None for g in given):
+        return None
+    order = rope.pair_order(1, geometry.head_dim)
+    return device.tensor(np.stack([np.ones(geometry.head_dim) if g is None else np.asarray(g)[order] for g in given]), np.float32)
+
+
+def _stack_by_kind(device: Device, matrices: list[QuantizedTensor], orders: list[np.ndarray | None], unit: int) -> list[tuple[Matrix, int]]:
     """(matrix, first row) for each run of matrices of one kind, so that a model of one kind needs one dispatch."""
     found, first = [], 0
     ordered = [m if o is None else stack_rows([m], o) for m, o in zip(matrices, orders, strict=True)]
     for _, run in groupby(ordered, key=lambda m: m.kind):
         stacked = stack_rows(list(run))
-        found.append((Matrix(device, stacked, unit=4), first))
+        found.append((Matrix(device, stacked, unit), first))
         first += stacked.shape[0]
     return found
 

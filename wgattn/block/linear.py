@@ -61,11 +61,18 @@ class LinearShape:
     workgroup: int
 
 
-def choose_linear(profile: DeviceProfile, rows: int, columns: int, tokens: int) -> LinearShape:
+def choose_linear(profile: DeviceProfile, rows: int, columns: int, tokens: int, head_dim: int = 0) -> LinearShape:
     """The shape for a problem on a device; pure. `tokens` is the number a replay computes at most.
 
     A CPU pays for loads per lane and for barriers: one invocation for several rows. A GPU wants many lanes a row, and loads in flight.
+    With `head_dim` (a multiple of 4), a workgroup computes whole heads.
     """
+    if head_dim:
+        free = choose_linear(profile, rows, columns, tokens)
+        lanes = min(free.lanes, 1 << ((4 * profile.max_invocations // head_dim).bit_length() - 1)) if 4 * profile.max_invocations >= head_dim else 0
+        if not lanes:
+            raise CapacityError(f"Heads of {head_dim} rows need workgroups of {head_dim // 4}; {profile.name} allows {profile.max_invocations}.")
+        return LinearShape(lanes, 4, free.tokens, lanes * head_dim // 4)
     if profile.software:
         workgroup = 64 if rows >= 8192 else 16
         return LinearShape(1, 4, 1, workgroup) if tokens == 1 else LinearShape(1, 8, 4, 8)
@@ -90,6 +97,7 @@ def record_linear(
     eps: float = 0.0,
     bias: Any = None,
     token: str = "each",
+    head_gamma: Any = None,
     parts: tuple[str, ...] = (),
     options: Mapping[str, int] | None = None,
     label: str = "",
@@ -102,9 +110,11 @@ def record_linear(
         first_row: where the matrix's row 0 stands among the rows that the output part counts.
         gamma: weights (padded(columns)) of an RMSNorm of x, with `eps`; None: no norm. bias: (rows) float32.
         token: "each": tokens in, tokens out; "last": one output, from the last token of the step.
+        head_gamma: (2, head_dim) float32: weights of QK-norm; `options` then has HEADS, KV_HEADS and HEAD_DIM, and pieces are whole heads.
     """
     device = recording.device
-    shape = choose_linear(device.profile, matrix.rows, matrix.columns, tokens)
+    head_dim = 0 if head_gamma is None else (options or {})["HEAD_DIM"]
+    shape = choose_linear(device.profile, matrix.rows, matrix.columns, tokens, head_dim)
     kernel = device.kernel(
         "block/linear",
         "step",
@@ -113,6 +123,7 @@ def record_linear(
         f"block/parts/bias_{'none' if bias is None else 'add'}",
         device.profile.team_part(shape.lanes),
         f"block/parts/token_{token}",
+        f"block/parts/heads_{'plain' if head_gamma is None else 'norm'}",
         f"block/parts/output_{output}",
         *parts,
         LANES=shape.lanes,
@@ -130,6 +141,8 @@ def record_linear(
             buffers["gamma"] = gamma
         if bias is not None:
             buffers["bias"] = bias
+        if head_gamma is not None:
+            buffers["head_gamma"] = head_gamma
         params = {
             "columns": matrix.columns,
             "rows": piece.rows,

@@ -1,11 +1,11 @@
 """Rotary position embedding: tables of cosines and sines, made on the host in float64.
 
-Su et al. 2021 (RoFormer). Frequencies are base^(-2i / dim), divided by Hugging Face's "linear" factor or by the per-frequency factors of
-Llama 3 GGUF files. The GPU never computes a sine: WGSL promises too little accuracy for large angles.
+Su et al. 2021 (RoFormer). The GPU never computes a sine: WGSL promises too little accuracy for large angles.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,10 +18,15 @@ class Rope:
     """Which channels are rotated, and how fast.
 
     Args:
-        base: theta. dim: channels rotated, even; further channels of a head pass through.
+        base: theta; pair i turns by base^(-2i / dim) a position. dim: channels rotated, even; further channels of a head pass through.
         interleaved: True pairs channels (2i, 2i + 1) as Llama's GGUF files do, False pairs i with i + dim / 2 (NeoX).
-        scaling: mapping as in Hugging Face configs; "rope_type" (or "type") "default" or "linear" with "factor".
+        scaling: mapping as in Hugging Face configs, by its "rope_type" (or "type"): "default"; "linear": factor; "llama3": factor, low_freq_factor,
+            high_freq_factor, original_max_position_embeddings; "yarn" (Peng et al. 2023): factor, original_max_position_embeddings, optional
+            beta_fast, beta_slow, attention_factor.
         factors: (dim / 2) numbers that divide the frequencies, such as a GGUF file's rope_freqs.weight.
+
+    Raises:
+        ArgumentError, ShapeError: numbers that cannot be. Unsupported: another kind of scaling.
     """
 
     def __init__(
@@ -29,23 +34,21 @@ class Rope:
     ):
         if dim <= 0 or dim % 2:
             raise ArgumentError(f"RoPE rotates pairs of channels: dim must be even and positive, not {dim}.")
+        if not base > 0 or not math.isfinite(base):
+            raise ArgumentError(f"RoPE's base must be positive, not {base}.")
         self.base, self.dim, self.interleaved = float(base), int(dim), bool(interleaved)
-        kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
-        if kind not in ("default", "none", "linear"):
-            raise Unsupported(f"RoPE scaling {kind!r} is not supported; use none or linear.")
-        self.frequencies = self.base ** (-np.arange(0, self.dim, 2, dtype=np.float64) / self.dim)
-        if kind == "linear":
-            self.frequencies /= float(scaling["factor"])
+        plain = self.base ** (-np.arange(0, self.dim, 2, dtype=np.float64) / self.dim)
+        self.frequencies, self.magnitude = _scaled(plain, self.base, self.dim, scaling or {})
         if factors is not None:
             if np.shape(factors) != (self.dim // 2,):
                 raise ShapeError(f"RoPE over {dim} channels takes {dim // 2} frequency factors; the array has shape {np.shape(factors)}.")
-            self.frequencies /= np.asarray(factors, np.float64)
+            self.frequencies = self.frequencies / np.asarray(factors, np.float64)
 
     def table(self, positions: int | np.ndarray) -> np.ndarray:
         """(n, dim / 2, 2) float32 of cos and sin, for positions 0 .. n - 1 or for the positions given."""
         positions = np.arange(positions) if np.ndim(positions) == 0 else np.asarray(positions)
         angles = positions[:, None].astype(np.float64) * self.frequencies
-        return np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
+        return (self.magnitude * np.stack([np.cos(angles), np.sin(angles)], axis=-1)).astype(np.float32)
 
     @property
     def pair_distance(self) -> int:
@@ -57,3 +60,35 @@ class Rope:
         rotated = np.arange(self.dim) if self.interleaved else np.arange(self.dim).reshape(2, -1).T.reshape(-1)
         head = np.concatenate([rotated, np.arange(self.dim, head_dim)])
         return (np.arange(heads)[:, None] * head_dim + head).reshape(-1)
+
+
+def _scaled(plain: np.ndarray, base: float, dim: int, scaling: Mapping[str, Any]) -> tuple[np.ndarray, float]:
+    """Frequencies after scaling, and the factor that multiplies cosines and sines."""
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind in ("default", "none"):
+        return plain, 1.0
+    if kind not in ("linear", "llama3", "yarn"):
+        raise Unsupported(f"RoPE scaling {kind!r} is not supported; use none, linear, llama3 or yarn.")
+
+    def number(key: str, default: float | None = None) -> float:
+        value = scaling.get(key, default)
+        if value is None or not float(value) > 0:
+            raise ArgumentError(f"RoPE scaling {kind!r} needs a positive {key}, not {value}.")
+        return float(value)
+
+    factor = number("factor")
+    if kind == "linear":
+        return plain / factor, 1.0
+    original = number("original_max_position_embeddings")
+    if kind == "llama3":
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        if high <= low:
+            raise ArgumentError(f"RoPE scaling 'llama3' needs high_freq_factor {high} above low_freq_factor {low}.")
+        turns = original * plain / (2 * math.pi)  # over the trained context
+        keep = np.clip((turns - low) / (high - low), 0, 1)
+        return keep * plain + (1 - keep) * plain / factor, 1.0
+    fast, slow = number("beta_fast", 32), number("beta_slow", 1)
+    pair_of = lambda turns: dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))  # noqa: E731
+    first, last = max(math.floor(pair_of(fast)), 0), min(math.ceil(pair_of(slow)), dim - 1)
+    keep = 1 - np.clip((np.arange(dim // 2) - first) / max(last - first, 0.001), 0, 1)
+    return keep * plain + (1 - keep) * plain / factor, number("attention_factor", 0.1 * math.log(factor) + 1 if factor > 1 else 1.0)

