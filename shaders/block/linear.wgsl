@@ -11,8 +11,6 @@ struct Params { columns: u32, rows: u32, x_stride: u32, y_stride: u32, first_row
 var<uniform> params: Params;                     // rows: of this piece of W, whose row 0 is row first_row of the whole
 var<storage, read> x: array<vec4<f32>>;          // (tokens, x_stride) f32; columns beyond `columns` are 0
 
-override WORKGROUP: u32 = 64;
-
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>, @builtin(local_invocation_index) index: u32) {
   let token = group.z * TOKENS;

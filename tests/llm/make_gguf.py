@@ -95,12 +95,19 @@ def write_llama_gguf(
     head_dim: int | None = None,
     seed: int = 0,
     context: int = 512,
+    arch: str = "llama",
+    bias: bool = False,
+    qk_norm: bool = False,
+    rope_factors: bool = False,
+    metadata: Mapping[str, str | float | int] | None = None,
 ) -> dict[str, np.ndarray]:
     """Write a llama-architecture model with random weights and a byte-level tokenizer (vocab >= 259); the same arguments write the same file.
 
     kinds: the tensor kind of every matrix ("F32", "F16", "Q8_0", "Q4_1", ...: what gguf can quantise to), or a mapping from roles (the names in
     MATRICES) to kinds, where "default" serves the roles left out, and F32 serves without it. Norms are F32.
-    head_dim: None means dim // heads. tied: no output.weight; the embedding serves.
+    head_dim: None means dim // heads. tied: no output.weight; the embedding serves. arch: the architecture that the keys are written for.
+    bias: of the Q, K and V projections (K's large, as in Qwen2). qk_norm: weights for it. rope_factors: a rope_freqs.weight tensor, as Llama 3 has.
+    metadata: more keys, written under the architecture's prefix.
 
     Returns what the file holds, dequantised: float32, by GGUF tensor name, in shape (rows, columns) or (dim,).
     """
@@ -109,7 +116,7 @@ def write_llama_gguf(
     if unknown := set(by_role) - {"default", *MATRICES}:
         raise ValueError(f"no such roles: {sorted(unknown)}")
     size = head_dim or dim // heads
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, arch)
     writer.add_name("random llama")
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_context_length(context)
@@ -125,6 +132,9 @@ def write_llama_gguf(
     if head_dim is not None:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
+    for key, value in (metadata or {}).items():
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add(f"{arch}.{key}", value)
     add_tokenizer(writer, *vocabulary(vocab))
 
     shapes = {"token_embd.weight": (vocab, dim)}
@@ -141,16 +151,24 @@ def write_llama_gguf(
             "ffn_down": (dim, ffn),
         }
         shapes |= {f"blk.{layer}.{role}.weight": shape for role, shape in block.items()}
+        if bias:
+            shapes |= {f"blk.{layer}.{role}.bias": block[role][:1] for role in ("attn_q", "attn_k", "attn_v")}
+        if qk_norm:
+            shapes |= {f"blk.{layer}.{role}.weight": (size,) for role in ("attn_q_norm", "attn_k_norm")}
     shapes["output_norm.weight"] = (dim,)
+    if rope_factors:
+        shapes["rope_freqs.weight"] = (size // 2,)
     if not tied:
         shapes["output.weight"] = (vocab, dim)
 
     weights = {}
     for name, shape in shapes.items():
         role = name.split(".")[-2]
-        if role in MATRICES:  # scaled so that activations neither vanish nor grow from layer to layer
+        if len(shape) == 2:  # scaled so that activations neither vanish nor grow from layer to layer
             values = rng.standard_normal(shape, dtype=np.float32) * np.float32(1.0 if role == "token_embd" else shape[1] ** -0.5)
             kind = gguf.GGMLQuantizationType[by_role.get(role, by_role.get("default", "F32"))]
+        elif name.endswith(".bias"):
+            values, kind = (10.0 if role == "attn_k" else 0.5) * rng.standard_normal(shape, dtype=np.float32), gguf.GGMLQuantizationType.F32
         else:
             values, kind = 1 + 0.1 * rng.standard_normal(shape, dtype=np.float32), gguf.GGMLQuantizationType.F32
         raw = gguf.quants.quantize(values, kind)

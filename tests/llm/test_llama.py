@@ -99,6 +99,46 @@ def test_logits_equal_the_reference(tmp_path, kinds, tied, shape):
         compare(model.decode(ids[i]), want[i], tolerance, kinds=kinds, tied=tied, shape=shape, step=i)
 
 
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
+LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 2.5}
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"arch": "qwen2", "bias": True, "heads": 14, "kv_heads": 2, "dim": 112, "head_dim": 8},
+        {"arch": "qwen3", "qk_norm": True, "heads": 8, "kv_heads": 4, "dim": 64, "head_dim": 32},
+        {"arch": "llama", "rope_factors": True},
+        {"arch": "llama", "metadata": LINEAR},
+        {"arch": "qwen2", "metadata": YARN},
+        {"arch": "qwen2", "metadata": {"rope.dimension_count": 8}},
+    ],
+    ids=lambda s: "-".join(map(str, s)) + s["arch"],
+)
+def test_each_family_equals_the_reference(tmp_path, shape):
+    path = tmp_path / "model.gguf"
+    weights = write_llama_gguf(path, **{**SMALL, **shape}, kinds="F32", seed=9)
+    model = Llama.from_gguf(path, kv_dtype="f32", capacity=100)
+    ids = np.random.default_rng(3).integers(0, 300, 90).tolist()
+    c, rope = model.config, {"base": model.config.rope_base, "dim": model.config.rope_dim, "interleaved": shape["arch"] == "llama"}
+    plain = c.rope_base ** (-np.arange(0, c.rope_dim, 2) / c.rope_dim)
+    if shape.get("metadata") is LINEAR:
+        rope["frequencies"] = plain / 2.5
+    if shape.get("metadata") is YARN:  # from the paper: wavelengths of more than 64 positions are stretched, of less than 2 kept
+        pair = [c.rope_dim * np.log(64 / (turns * 2 * np.pi)) / (2 * np.log(c.rope_base)) for turns in (32, 1)]
+        low, high = max(np.floor(pair[0]), 0), min(np.ceil(pair[1]), c.rope_dim - 1)
+        ramp = np.clip((np.arange(c.rope_dim // 2) - low) / max(high - low, 0.001), 0, 1)
+        rope |= {"frequencies": plain / 4 * ramp + plain * (1 - ramp), "magnitude": 0.1 * np.log(4) + 1}
+    if shape.get("rope_factors"):
+        rope["factors"] = weights["rope_freqs.weight"]
+    want = reference.llama(weights, ids, c, rope)
+    tolerance = 3e-4 * np.abs(want).max()
+    compare(model.prefill(ids[:88]), want[87], tolerance, shape=shape, step="prefill")
+    for i in (88, 89):
+        compare(model.decode(ids[i]), want[i], tolerance, shape=shape, step=i)
+
+
 @pytest.mark.parametrize("first", [1, 2, 3, 63, 64, 65, 100, 128])
 def test_prefill_in_pieces_equals_prefill_in_one(small, first):
     model = Llama.from_gguf(small[0], kv_dtype="f32", capacity=140)

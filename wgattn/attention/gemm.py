@@ -137,7 +137,7 @@ _SOFTWARE = tile(16, 16, 4, 2, 4, 8, "00")
 
 def candidates(profile: DeviceProfile, M: int, N: int, K: int) -> list[GemmShape]:
     """Shapes worth trying on a product of that size, of those that a device can run."""
-    return [shape for shape in dict.fromkeys((_SOFTWARE, *_WIDE, *_STAGED)) if shape.valid(profile, M, N, K)]
+    return [shape for shape in (*_WIDE, *_STAGED) if shape.valid(profile, M, N, K)]
 
 
 def default_shape(profile: DeviceProfile, M: int, N: int) -> GemmShape:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from ..gpu import DeviceProfile, Recording
-from . import flash, gemm, split, unfused
+from . import flash, gemm, split, tune, unfused
 from .problem import Operands, Problem
 
 
@@ -55,7 +55,8 @@ class FlashPath:
         return flash.choose_flash(profile, problem)
 
     def record(self, recording: Recording, problem: Problem, operands: Operands, shape: flash.FlashShape | None = None) -> None:
-        flash.record(recording, problem, operands, shape or flash.choose_flash(recording.device.profile, problem))
+        shape = shape or tune.stored_shape(recording.device, "flash", problem) or flash.choose_flash(recording.device.profile, problem)
+        flash.record(recording, problem, operands, shape)
 
 
 class UnfusedPath:
@@ -81,7 +82,8 @@ class GemmPath:
         return gemm.choose_gemm(profile, problem)
 
     def record(self, recording: Recording, problem: Problem, operands: Operands, shape: gemm.GemmShapes | None = None) -> None:
-        gemm.record(recording, problem, operands, shape or gemm.choose_gemm(recording.device.profile, problem))
+        shape = shape or tune.stored_shape(recording.device, "gemm", problem) or gemm.choose_gemm(recording.device.profile, problem)
+        gemm.record(recording, problem, operands, shape)
 
 
 PATHS: Mapping[str, Path] = {"flash": FlashPath(), "split": SplitPath(), "unfused": UnfusedPath(), "gemm": GemmPath()}

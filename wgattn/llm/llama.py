@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -329,7 +330,10 @@ def _rope_scaling(file: ModelFile, arch: str) -> dict | None:
         "beta_slow": "yarn_beta_slow",
     }
     found = {name: file.get(f"{arch}.rope.scaling.{key}") for name, key in keys.items()}
-    return {"rope_type": kind} | {name: value for name, value in found.items() if value is not None}
+    found = {name: value for name, value in found.items() if value is not None}
+    if "attention_factor" in found:  # llama.cpp multiplies where Hugging Face replaces
+        found["attention_factor"] *= 0.1 * math.log(max(found.get("factor", 1.0), 1.0)) + 1
+    return {"rope_type": kind} | found
 
 
 def _layer(tensors: _Tensors, c: LlamaConfig, i: int) -> tuple[dict, dict]:
