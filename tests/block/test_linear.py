@@ -294,7 +294,6 @@ def test_more_workgroups_than_a_dimension_holds(devices, rng, limit, tokens):
             run(device, rng, Case("F16", rows, 20, tokens, tokens))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("groups", [65534, 65535, 65536, 65537])
 def test_more_workgroups_than_webgpu_allows(devices, groups):
     """The real thing: around 65,535 workgroups of the software shape, one column."""

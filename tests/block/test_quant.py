@@ -101,7 +101,7 @@ def test_rows_of_floats_are_padded_with_zeros(rng, kind, columns):
 def test_planes_are_the_buffers_of_the_shader_part(device: Device):
     for kind in KINDS:
         form = FORMATS[kind]
-        source = device.kernel("block/embed", "step", form.part).source
+        source = device.kernel("block/embed", "step", *form.parts, **form.options).source
         planes = {name for name, _ in source.buffers if name.startswith("weights_")}
         assert planes == set(quantize(np.ones((1, 32)), kind).planes()), kind
 
@@ -113,7 +113,7 @@ def embed(device: Device, matrix: QuantizedTensor, tokens: list[int], columns: i
     """Rows of a matrix through `block/embed.wgsl`, checking that nothing else is written."""
     on_device, chunk, stride = Matrix(device, matrix), len(tokens) + 2, padded(columns) + spare
     state, y = StepState(device, chunk), with_canary(device, poison((chunk, stride)))
-    kernel = device.kernel("block/embed", "step", matrix.format.part)
+    kernel = device.kernel("block/embed", "step", *matrix.format.parts, **matrix.format.options)
     recording = Recording(device)
     for piece in on_device:
         buffers = {"step": state.step, "tokens": state.tokens, "y": y, **piece.planes}
@@ -186,7 +186,7 @@ def test_a_token_that_no_piece_holds_writes_nothing(device: Device, rng):
     recording = Recording(device)
     for first in (5, 100):  # rows 5..9 and 100..104 of some larger matrix
         buffers = {"step": state.step, "tokens": state.tokens, "y": y, **Matrix(device, matrix).pieces[0].planes}
-        kernel = device.kernel("block/embed", "step", matrix.format.part)
+        kernel = device.kernel("block/embed", "step", *matrix.format.parts, **matrix.format.options)
         recording.add(kernel, (3,), buffers, {"columns": 32, "rows": 5, "y_stride": 32, "first_row": first})
     state.write(0, [4, 10, 102])
     recording.replay()
