@@ -1,7 +1,7 @@
 // Rows of scores become probabilities, in place: p = softmax(x) over the keys that the query sees, 0 in all other columns.   reference.attention
 // One workgroup, which is one team, a row. The scores are in log2 units; those of keys out of sight are not read.
 // Workgroup memory: that of the team part.
-// Options: HEAD_DIM, VALUE_DIM, LANES, WORKGROUP = LANES; parts: problem, lengths_*, matrices, team_*, finish, sink_*, lse_*.
+// Options: HEAD_DIM, VALUE_DIM, LANES, WORKGROUP = LANES, SUBGROUP; parts: problem, lengths_*, matrices, team_*, finish, sink_*, lse_*.
 
 var<storage, read_write> scores: array<vec4<f32>>;   // (planes, rows, columns) f32
 

@@ -195,9 +195,9 @@ def record(recording: Recording, problem: Problem, operands: Operands, shapes: G
     kernels = _kernels(device, problem, shapes)
     masked = problem.mask != "none"
     lanes = softmax_lanes(device.profile, problem.keys)
-    scratch: dict[str, Any] = {}
-    for first, planes in rounds(device.profile, problem, sizes):
-        scratch = scratch or _scratch(device, problem, sizes, first, planes)
+    parts = rounds(device.profile, problem, sizes)
+    scratch = _scratch(device, problem, sizes, parts)
+    for first, planes in parts:
         bound = scratch | {"matrices": sizes.uniform(device, first, planes)}
 
         def add(name: str, groups: tuple[int, ...], **matrix: Any) -> None:
@@ -219,21 +219,21 @@ def _blocks(*sizes: int) -> tuple[int, ...]:
     return tuple(math.ceil(n / _BLOCK) for n in sizes)
 
 
-def _scratch(device: Device, problem: Problem, sizes: Matrices, first: int, planes: int) -> dict[str, Any]:
-    """Memory for the largest round, which is the first."""
+def _scratch(device: Device, problem: Problem, sizes: Matrices, parts: list[tuple[int, int]]) -> dict[str, Any]:
+    """Memory that serves all rounds."""
+    planes = max(n for _, n in parts)
     kv_planes = math.ceil(planes / problem.ratio)
-    scores = (planes, sizes.rows, sizes.columns)
-    buffers = {
-        "queries_t": device.empty((planes, sizes.depth, sizes.rows)),
-        "keys_t": device.empty((kv_planes, sizes.depth, sizes.columns)),
-        "values_p": device.empty((kv_planes, sizes.columns, sizes.channels)),
-        "scores": device.empty(scores),
-        "probabilities_t": device.empty(scores),
-        "outputs_t": device.empty((planes, sizes.channels, sizes.rows)),
+    shapes = {
+        "queries_t": (planes, sizes.depth, sizes.rows),
+        "keys_t": (kv_planes, sizes.depth, sizes.columns),
+        "values_p": (kv_planes, sizes.columns, sizes.channels),
+        "scores": (planes, sizes.rows, sizes.columns),
+        "probabilities_t": (planes, sizes.columns, sizes.rows),
+        "outputs_t": (planes, sizes.channels, sizes.rows),
     }
     if problem.mask != "none":
-        buffers["padded_mask"] = device.empty((sizes.mask_planes(first, planes), *scores[1:]))
-    return buffers
+        shapes["padded_mask"] = (max(sizes.mask_planes(*part) for part in parts), sizes.rows, sizes.columns)
+    return {name: device.empty(shape) for name, shape in shapes.items()}
 
 
 def _kernels(device: Device, problem: Problem, shapes: GemmShapes) -> dict[str, Kernel]:

@@ -17,7 +17,7 @@ from .problem import Operands, Problem
 
 _BUDGET = 1 << 28
 """Bytes of scores that are worth keeping at a time: enough work for any device."""
-_SUBGROUP_KEYS = 4096
+_SUBGROUP_KEYS = 1024
 """Keys up to which the lanes of one subgroup are enough for a row of scores."""
 
 
@@ -104,6 +104,7 @@ def add_softmax(recording: Recording, problem: Problem, operands: Operands, scra
         **neutral_options(problem),
         LANES=lanes,
         WORKGROUP=lanes,
+        SUBGROUP=profile.subgroup_size,
     )
     common.add(recording, kernel, grid(planes * problem.queries, profile.max_workgroups), problem, operands, scratch, label="attention softmax")
 

@@ -50,9 +50,9 @@ def record(recording: Recording, problem: Problem, operands: Operands, shape: Un
     qkv = device.kernel("attention/qkv", *shared, rows["values"], store, **options)
     matrices = _matrices(problem)
     blocks = math.ceil(problem.queries / shape.rows)
-    scores = None
-    for first, planes in rounds(device.profile, problem, matrices):
-        scores = scores or device.empty((planes, matrices.rows, matrices.columns))
+    parts = rounds(device.profile, problem, matrices)
+    scores = device.empty((max(n for _, n in parts), matrices.rows, matrices.columns))
+    for first, planes in parts:
         scratch = {"scores": scores, "matrices": matrices.uniform(device, first, planes)}
         groups = (*grid(planes * blocks, limit), math.ceil(problem.keys / (4 * shape.workgroup)))
         common.add(recording, qk, groups, problem, operands, scratch, label="attention scores")
