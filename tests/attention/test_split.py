@@ -295,9 +295,8 @@ def test_the_shape_suits_the_kernel(device: Device):
                         width = -(-dim // 4)
                         assert heads // kv_heads % shape.group == 0, where
                         assert shape.lanes & (shape.lanes - 1) == 0, where
-                        assert shape.lanes <= min(max(1, subgroup), width), where
+                        assert shape.lanes <= width, where
                         assert shape.workgroup % shape.lanes == 0, where
                         assert shape.workgroup <= invocations, where
                         assert shape.workgroup // shape.lanes * (16 * width + 8) <= memory, where
                         assert 1 <= shape.splits <= 32, where
-                        assert profile.team_part(shape.lanes) != "team_workgroup", where

@@ -12,9 +12,11 @@ from wgattn.block.quant import CHUNK, FORMATS, QuantizedTensor, format_of, quant
 from wgattn.errors import ShapeError, Unsupported
 from wgattn.gpu import Device, Recording, StepState
 
-KINDS = ["F32", "F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0"]
+KINDS = list(FORMATS)
+FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 BLOCKED = [kind for kind in KINDS if FORMATS[kind].block > 1]
-SCALE_BYTES = {"Q8_0": 2, "Q4_0": 2, "Q4_1": 4, "Q5_0": 2}
+SIMPLE = {"Q8_0": 2, "Q4_0": 2, "Q4_1": 4, "Q5_0": 2, "Q5_1": 4}  # blocks of 32, and the bytes of f16 scales that they begin with
+SCALES = {kind: list(range(0, n, 2)) for kind, n in SIMPLE.items()} | {"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}  # where a block's f16 scales are
 EXTREME = np.array([0.0, -0.0, 65504.0, -65504.0, 2**-14, 2**-24, -(2**-24), 1023 * 2**-24, 1.0, -1.0], np.float16)  # with the smallest normal and denormals
 
 
@@ -27,17 +29,22 @@ def finite_half(rng: np.random.Generator, count: int) -> np.ndarray:
 
 
 def random_raw(rng: np.random.Generator, rows: int, columns: int, kind: str) -> QuantizedTensor:
-    """A matrix of random bytes, but for scales and floats that are finite; F32 has no denormals, which GPUs may flush."""
-    if kind == "F32":
+    """A matrix of random bytes, but for scales and floats that are finite; F32 and BF16 have no denormals, which GPUs may flush."""
+    if kind in ("F32", "BF16"):
         data = (rng.choice([-1, 1], (rows, columns)) * 2.0 ** rng.uniform(-125, 127, (rows, columns))).astype(np.float32)
-        return QuantizedTensor(data, (rows, columns), kind)
+        return QuantizedTensor(data if kind == "F32" else (data.view(np.uint32) >> 16).astype(np.uint16), (rows, columns), kind)
     if kind == "F16":
         return QuantizedTensor(finite_half(rng, rows * columns), (rows, columns), kind)
     form = FORMATS[kind]
     blocks = rng.integers(0, 256, (rows * columns // form.block, form.block_bytes), np.uint8)
-    scales = finite_half(rng, len(blocks) * SCALE_BYTES[kind] // 2)
-    blocks[:, : SCALE_BYTES[kind]] = scales.view(np.uint8).reshape(len(blocks), -1)
+    for at in SCALES[kind]:
+        blocks[:, at : at + 2] = finite_half(rng, len(blocks)).view(np.uint8).reshape(-1, 2)
     return QuantizedTensor(blocks, (rows, columns), kind)
+
+
+def widen(kind: str, columns: int) -> int:
+    """As many columns, or blocks where these are longer."""
+    return columns // 32 * FORMATS[kind].block if FORMATS[kind].block > 32 else columns
 
 
 # ---- planes
@@ -65,24 +72,24 @@ def nibble_bytes(words: np.ndarray, blocks: int) -> np.ndarray:
 
 def raw_of(planes: dict[str, np.ndarray], rows: int, columns: int, kind: str) -> np.ndarray:
     """The inverse of `QuantizedTensor.planes`."""
-    if kind in ("F32", "F16"):
-        dtype = np.dtype({"F32": np.float32, "F16": np.float16}[kind])
+    if kind in FLOATS:
+        dtype = np.dtype(FLOATS[kind])
         assert list(planes) == ["weights_codes_plane"]
         values = plane_bytes(planes["weights_codes_plane"], rows * padded(columns) * dtype.itemsize).view(dtype).reshape(rows, -1)
         assert not values[:, columns:].any()
         return np.ascontiguousarray(values[:, :columns]).view(np.uint8)
     blocks = rows * columns // 32
-    scales = plane_bytes(planes["weights_scales_plane"], blocks * SCALE_BYTES[kind]).reshape(blocks, -1)
+    scales = plane_bytes(planes["weights_scales_plane"], blocks * SIMPLE[kind]).reshape(blocks, -1)
     if kind == "Q8_0":
         pieces = [scales, plane_bytes(planes["weights_codes_plane"], blocks * 32).reshape(blocks, 32)]
-    elif kind == "Q5_0":
+    elif kind in ("Q5_0", "Q5_1"):
         pieces = [scales, plane_bytes(planes["weights_bits_plane"], blocks * 4).reshape(blocks, 4), nibble_bytes(planes["weights_codes_plane"], blocks)]
     else:
         pieces = [scales, nibble_bytes(planes["weights_codes_plane"], blocks)]
     return np.concatenate(pieces, axis=1).reshape(rows, -1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*FLOATS, *SIMPLE])
 @pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (1, 3), (3, 1), (5, 3), (7, 2), (2, 8)])
 def test_planes_lose_nothing(rng, kind, rows, blocks):
     matrix = random_raw(rng, rows, 32 * blocks, kind)
@@ -91,7 +98,7 @@ def test_planes_lose_nothing(rng, kind, rows, blocks):
     assert sum(p.nbytes for p in planes.values()) < matrix.nbytes + 4 * len(planes)
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16"])
+@pytest.mark.parametrize("kind", FLOATS)
 @pytest.mark.parametrize("columns", [1, 5, 15, 16, 17, 100])
 def test_rows_of_floats_are_padded_with_zeros(rng, kind, columns):
     matrix = random_raw(rng, 3, columns, kind)
@@ -103,7 +110,7 @@ def test_planes_are_the_buffers_of_the_shader_part(device: Device):
         form = FORMATS[kind]
         source = device.kernel("block/embed", "step", *form.parts, **form.options).source
         planes = {name for name, _ in source.buffers if name.startswith("weights_")}
-        assert planes == set(quantize(np.ones((1, 32)), kind).planes()), kind
+        assert planes == set(QuantizedTensor(bytes(form.row_bytes(256)), (1, 256), kind).planes()), kind
 
 
 # ---- dequantisation on the device
@@ -133,7 +140,8 @@ def embed(device: Device, matrix: QuantizedTensor, tokens: list[int], columns: i
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_dequantise_like_gguf(devices, rng, kind, variant):
     """Bit for bit (up to the sign of zero): scale * code is exact in f32 in all formats, and an offset is added with one rounding."""
-    for rows, columns in ((1, 32), (7, 96), (300, 32), (65, 2080)):
+    for rows, columns in ((1, 32), (7, 96), (300, 32), (9, 2080)):
+        columns = widen(kind, columns)
         matrix = random_raw(rng, rows, columns, kind)
         tokens = [0, rows - 1, *rng.integers(0, rows, 60).tolist()]
         with np.errstate(over="ignore"):
@@ -143,28 +151,24 @@ def test_kernels_dequantise_like_gguf(devices, rng, kind, variant):
         np.testing.assert_array_equal(matrix.dequantize(), expected)
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16"])
+@pytest.mark.parametrize("kind", FLOATS)
 @pytest.mark.parametrize("columns", [1, 5, 17, 100])
 def test_rows_of_floats_may_have_any_length(device: Device, rng, kind, columns):
     matrix = random_raw(rng, 9, columns, kind)
     np.testing.assert_array_equal(embed(device, matrix, [8, 0, 3], columns), matrix.dequantize()[[8, 0, 3]])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SIMPLE)
 def test_every_code_is_right_in_every_column(device: Device, kind):
     """Each column takes each value of its bits, with a scale of 1: a swapped nibble or bit cannot hide."""
-    if kind in ("F32", "F16"):
-        matrix = quantize(np.arange(32 * 64).reshape(32, 64), kind)
-        expected = np.arange(32 * 64).reshape(32, 64)
-    else:
-        low, high = {"Q8_0": (-128, 128), "Q4_0": (-8, 8), "Q4_1": (0, 16), "Q5_0": (-16, 16)}[kind]
-        expected = (np.arange(high - low)[:, None] + 7 * np.arange(64)) % (high - low) + low
-        blocks = (expected - (0 if kind == "Q8_0" else low)).astype(np.int8).view(np.uint8).reshape(-1, 32)
-        nibbles = (blocks[:, :16] & 15) | (blocks[:, 16:] & 15) << 4
-        fifth = ((blocks.astype(np.uint32) >> 4 & 1) << np.arange(32, dtype=np.uint32)).sum(1, dtype=np.uint32)[:, None].view(np.uint8)
-        scales = np.tile(np.array([1, 0], np.float16)[: SCALE_BYTES[kind] // 2].view(np.uint8), (len(blocks), 1))
-        pieces = {"Q8_0": [scales, blocks], "Q5_0": [scales, fifth, nibbles]}.get(kind, [scales, nibbles])
-        matrix = QuantizedTensor(np.concatenate(pieces, axis=1), expected.shape, kind)
+    low, high = {"Q8_0": (-128, 128), "Q4_0": (-8, 8), "Q4_1": (0, 16), "Q5_0": (-16, 16), "Q5_1": (0, 32)}[kind]
+    expected = (np.arange(high - low)[:, None] + 7 * np.arange(64)) % (high - low) + low
+    blocks = (expected - (0 if kind == "Q8_0" else low)).astype(np.int8).view(np.uint8).reshape(-1, 32)
+    nibbles = (blocks[:, :16] & 15) | (blocks[:, 16:] & 15) << 4
+    fifth = ((blocks.astype(np.uint32) >> 4 & 1) << np.arange(32, dtype=np.uint32)).sum(1, dtype=np.uint32)[:, None].view(np.uint8)
+    scales = np.tile(np.array([1, 0], np.float16)[: SIMPLE[kind] // 2].view(np.uint8), (len(blocks), 1))
+    pieces = [scales, blocks] if kind == "Q8_0" else [scales, fifth, nibbles] if kind.startswith("Q5") else [scales, nibbles]
+    matrix = QuantizedTensor(np.concatenate(pieces, axis=1), expected.shape, kind)
     np.testing.assert_array_equal(embed(device, matrix, list(range(len(expected))), 64), expected)
     np.testing.assert_array_equal(matrix.dequantize(), expected)
 
@@ -172,7 +176,7 @@ def test_every_code_is_right_in_every_column(device: Device, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_matrix_in_pieces_gives_the_same_rows(devices, rng, kind):
     device = devices["small_binding"]
-    columns = 64
+    columns = max(64, FORMATS[kind].block)
     matrix = random_raw(rng, 3 * (1 << 20) // (FORMATS[kind].row_bytes(columns)) + 5, columns, kind)
     pieces = Matrix(device, matrix).pieces
     assert len(pieces) > 1
@@ -200,14 +204,14 @@ def test_a_token_that_no_piece_holds_writes_nothing(device: Device, rng):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_data_may_come_as_bytes_or_arrays(rng, kind):
-    matrix = random_raw(rng, 3, 64, kind)
+    matrix = random_raw(rng, 3, 256, kind)
     data = matrix.raw.tobytes()
     strided = np.repeat(matrix.raw, 2, axis=1)[:, ::2]
     for given in (data, bytearray(data), memoryview(data), matrix.raw, matrix.raw.reshape(-1), strided):
-        again = QuantizedTensor(given, (3, 64), kind)
+        again = QuantizedTensor(given, (3, 256), kind)
         np.testing.assert_array_equal(again.raw, matrix.raw)
-    assert (matrix.kind, matrix.shape, matrix.nbytes) == (kind, (3, 64), len(data))
-    assert repr(matrix) == f"QuantizedTensor(3 x 64, {kind})"
+    assert (matrix.kind, matrix.shape, matrix.nbytes) == (kind, (3, 256), len(data))
+    assert repr(matrix) == f"QuantizedTensor(3 x 256, {kind})"
 
 
 @pytest.mark.parametrize("kind", ["IQ2_XXS", "q8_0", "", "I32"])
@@ -221,16 +225,16 @@ def test_an_unknown_kind_is_told_with_those_there_are(kind):
 @pytest.mark.parametrize("columns", [1, 16, 33, 48])
 def test_rows_must_be_whole_blocks(kind, columns):
     for call in (lambda: QuantizedTensor(bytes(1000), (1, columns), kind), lambda: quantize(np.ones((2, columns)), kind)):
-        with pytest.raises(ShapeError, match=f"{kind} row must be a multiple of 32 columns long, not {columns}"):
+        with pytest.raises(ShapeError, match=f"{kind} row must be a multiple of {FORMATS[kind].block} columns long, not {columns}"):
             call()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wrong", [-1, 1, 40])
 def test_the_number_of_bytes_must_be_right(kind, wrong):
-    wanted = 3 * FORMATS[kind].row_bytes(64)
-    with pytest.raises(ShapeError, match=rf"{kind} matrix of shape \(3, 64\) takes {wanted} bytes; {wanted + wrong} were given"):
-        QuantizedTensor(bytes(wanted + wrong), (3, 64), kind)
+    wanted = 3 * FORMATS[kind].row_bytes(256)
+    with pytest.raises(ShapeError, match=rf"{kind} matrix of shape \(3, 256\) takes {wanted} bytes; {wanted + wrong} were given"):
+        QuantizedTensor(bytes(wanted + wrong), (3, 256), kind)
 
 
 @pytest.mark.parametrize("shape", [(32,), (2, 3, 32)])
@@ -239,7 +243,7 @@ def test_quantize_takes_matrices(shape):
         quantize(np.ones(shape), "Q8_0")
 
 
-@pytest.mark.parametrize(("kind", "error"), [("F32", 0), ("F16", 0), ("Q8_0", 1 / 254), ("Q5_0", 1 / 15), ("Q4_1", 2 / 30), ("Q4_0", 1 / 7)])
+@pytest.mark.parametrize(("kind", "error"), [("F32", 0), ("F16", 0), ("Q8_0", 1 / 254), ("Q5_0", 1 / 15), ("Q5_1", 2 / 62), ("Q4_1", 2 / 30), ("Q4_0", 1 / 7)])
 def test_quantize_stays_close(rng, kind, error):
     array = rng.uniform(-1, 1, (5, 96)).astype(np.float32)
     matrix = quantize(array, kind)
@@ -249,9 +253,9 @@ def test_quantize_stays_close(rng, kind, error):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stack_rows_puts_matrices_above_one_another(rng, kind):
-    matrices = [random_raw(rng, rows, 64, kind) for rows in (3, 1, 4)]
+    matrices = [random_raw(rng, rows, 256, kind) for rows in (3, 1, 4)]
     stacked = stack_rows(matrices)
-    assert (stacked.shape, stacked.kind) == ((8, 64), kind)
+    assert (stacked.shape, stacked.kind) == ((8, 256), kind)
     np.testing.assert_array_equal(stacked.dequantize(), np.concatenate([m.dequantize() for m in matrices]))
     order = rng.permutation(8)
     np.testing.assert_array_equal(stack_rows(matrices, order).dequantize(), stacked.dequantize()[order])
@@ -263,9 +267,10 @@ def test_stack_rows_puts_matrices_above_one_another(rng, kind):
 @pytest.mark.parametrize("columns", [32, 96, 2048])
 @pytest.mark.parametrize("unit", [1, 2, 4])
 def test_rows_that_fit(kind, columns, unit):
+    columns = widen(kind, columns)
     matrix = QuantizedTensor(bytes(50 * FORMATS[kind].row_bytes(columns)), (50, columns), kind)
     seen = set()
-    for limit in (0, 100, 1000, 10_000, 100_000, 1_000_000):
+    for limit in (0, 100, 1000, 10_000, 100_000, 1_000_000, 10_000_000):
         rows = rows_that_fit(matrix, limit, unit)
         seen.add(rows)
         assert rows % unit == 0

@@ -301,7 +301,7 @@ def test_subgroups_are_what_the_profile_says(device: Device, write_shader):
     np.testing.assert_array_equal(highest, np.arange(128) // size * size + size - 1)
 
 
-TEAMS = [(8, 1, "one"), (0, 1, "one"), (8, 8, "subgroup"), (32, 8, "subgroup"), (8, 16, "workgroup"), (0, 2, "workgroup")]
+TEAMS = [(8, 1, "one"), (0, 1, "one"), (8, 8, "subgroup"), (32, 8, "subgroup"), (0, 2, "workgroup"), (0, 64, "workgroup")]
 
 
 @pytest.mark.parametrize(("size", "lanes", "part"), TEAMS)
