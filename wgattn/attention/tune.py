@@ -39,9 +39,8 @@ class Outcome:
 
 
 def rounded(problem: Problem) -> Problem:
-    """The problem that is timed in place of all that are like it: the next powers of two of queries, keys and heads, none of the features."""
-    heads = _power_of_two(problem.batch * problem.num_heads)
-    kv_heads = math.ceil(heads / problem.ratio)
+    """The problem that is timed in place of all that are like it: the next powers of two of queries, keys and KV heads, none of the features."""
+    kv_heads = _power_of_two(problem.batch * problem.num_kv_heads)
     return Problem(
         batch=1,
         num_heads=kv_heads * problem.ratio,
@@ -62,8 +61,10 @@ def _power_of_two(n: int) -> int:
 
 def _key(device: Device, path: str, problem: Problem, product: str = "") -> TuningKey:
     p = rounded(problem)
-    words = f"{path} {product} H{p.num_heads}/{p.num_kv_heads} S{p.queries} T{p.keys} D{p.head_dim}/{p.value_dim} {p.dtype}/{p.kv_dtype}"
-    return tuning_key(device, "attention", words.replace("  ", " "))
+    what = f"{path} {product}".strip()
+    return tuning_key(
+        device, "attention", f"{what} H{p.num_heads}/{p.num_kv_heads} S{p.queries} T{p.keys} D{p.head_dim}/{p.value_dim} {p.dtype}/{p.kv_dtype}"
+    )
 
 
 def flash_candidates(profile: DeviceProfile, problem: Problem) -> list[FlashShape]:
