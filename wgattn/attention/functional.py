@@ -114,7 +114,7 @@ class Call:
 
     def run(self, path: str) -> tuple[Array, Array | None]:
         p, device = self.problem, self.device
-        if p.rows == 0 or p.value_dim == 0:
+        if p.rows == 0:
             return self._empty()
         on_device = {name: a if isinstance(a, Tensor) else device.tensor(*storable(a)) for name, a in self.inputs.items() if a is not None}
         heads = (p.batch, p.num_heads, p.queries, p.value_dim)
@@ -197,8 +197,8 @@ def prepare(
         raise ShapeError(f"Batches differ: {shapes}.")
     if Hv != Hkv or Tv != T:
         raise ShapeError(f"Keys and values differ in heads or length: {shapes}.")
-    if Dk != D or D == 0:
-        raise ShapeError(f"Queries and keys must have the same head dim, at least 1: {shapes}.")
+    if Dk != D or not D or not Dv:
+        raise ShapeError(f"Queries and keys must have the same head dim, and that and the values' be at least 1: {shapes}.")
     if Hkv == 0 or H % Hkv:
         raise ShapeError(f"{H} query heads cannot share {Hkv} KV heads: it does not divide. {shapes}.")
     if len({FLOATS[a.dtype.name] for a in (key, value)}) > 1:
