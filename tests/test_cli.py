@@ -80,6 +80,7 @@ def forced(monkeypatch):
     def force(tokens):
         rest = iter(tokens)
         monkeypatch.setattr("wgattn.llm.llama.sample", lambda logits, **how: next(rest))
+        monkeypatch.setattr(Llama, "_continue_greedily", lambda self, token, count: self._continue(token, count, {}))  # with sample, not on the device
 
     return force
 
@@ -142,11 +143,11 @@ def test_timings_add_up(generate):
 
 def test_every_kind_of_step_runs_before_the_clock_starts(generate, monkeypatch):
     calls = []
-    for name in ("prefill", "decode", "reset", "generate"):
+    for name in ("warm_up", "generate"):
         original = getattr(Llama, name)
         monkeypatch.setattr(Llama, name, lambda self, *a, _name=name, _original=original, **k: (calls.append(_name), _original(self, *a, **k))[1])
     generate("--tokens", 2, "--ignore-eos", PROMPT)
-    assert calls == ["prefill", "decode", "reset", "generate", "prefill", "decode"]
+    assert calls == ["warm_up", "generate"]
 
 
 def test_text_goes_to_stdout_and_the_summary_to_stderr(run, generate, tiny):
@@ -352,6 +353,7 @@ def test_ctrl_c_as_json(generate, monkeypatch, tokens):
         return token
 
     monkeypatch.setattr("wgattn.llm.llama.sample", interrupted)
+    monkeypatch.setattr(Llama, "_continue_greedily", lambda self, token, count: self._continue(token, count, {}))
     report = generate("--logits", PROMPT, code=130)
     assert (report["ids"], report["stop_reason"]) == (tokens, "interrupted")
     assert (report["timings"]["prompt_s"] is None) == (report["top5"] is None) == (not tokens)

@@ -283,7 +283,7 @@ def generate(args: argparse.Namespace) -> int:
     device = Device(args.adapter, args.backend, checked=args.checked or None) if own else default_device()
     model = Llama(file, kv_dtype=args.kv_dtype, capacity=capacity, device=device)
     loaded = time.perf_counter()
-    _warm_up(model, prompt_ids[0])
+    model.warm_up()
     warm = time.perf_counter()
     answer = _answer(model, tokenizer, prompt_ids, args)
     report = _generate_report(args, model, prompt_ids, answer, load_s=loaded - begin, warmup_s=warm - loaded)
@@ -316,14 +316,6 @@ def _capacity(args: argparse.Namespace, prompt_tokens: int) -> int:
     if prompt_tokens > args.capacity:
         raise CapacityError(f"the prompt has {prompt_tokens} tokens and --capacity is {args.capacity}: raise it, or leave it out")
     return args.capacity
-
-
-def _warm_up(model: Llama, token: int) -> None:
-    """Run every kind of step once: drivers compile at the first use, and that must not count as the prompt's time."""
-    model.prefill([token])
-    if model.length < model.capacity:
-        model.decode(token)
-    model.reset()
 
 
 def _answer(model: Llama, tokenizer: Tokenizer, prompt_ids: list[int], args: argparse.Namespace) -> _Answer:

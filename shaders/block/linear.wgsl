@@ -4,7 +4,7 @@
 // The norm's scale is one number a token, so it is applied after the dot products and costs no pass of its own.
 // Weights are affine in chunks, w = scale * code + offset, so a chunk's dot is scale * (codes . x) + offset * sum(x).
 // Workgroup memory: that of the team part and of heads_norm.
-// Options: LANES, ROWS, TOKENS, WORKGROUP; parts: step, weights_* or codes_* and scales_*, norm_*, bias_*, team_*, token_*, heads_*, output_*.
+// Options: LANES, ROWS (a multiple of 4), QUADS = ROWS / 4, TOKENS, WORKGROUP; parts: step, weights_* or codes_* and scales_*, norm_*, bias_*, team_*, token_*, heads_*, output_*.
 
 struct Params { columns: u32, rows: u32, x_stride: u32, y_stride: u32, first_row: u32, eps: f32 }
 
@@ -54,7 +54,19 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let scale = norm_scale(squares$t);
     var results: array<f32, ROWS>;
     //@ unroll r in 0..ROWS
-    results[$r] = team_add(dot(sum$r_$t, vec4<f32>(1.0))) * scale + bias_at(row$r);
+    results[$r] = dot(sum$r_$t, vec4<f32>(1.0));
+    //@ end
+    //@ unroll q in 0..QUADS
+    {
+      let four = team_add4(vec4<f32>(results[4 * $q], results[4 * $q + 1], results[4 * $q + 2], results[4 * $q + 3])) * scale;
+      results[4 * $q] = four.x;
+      results[4 * $q + 1] = four.y;
+      results[4 * $q + 2] = four.z;
+      results[4 * $q + 3] = four.w;
+    }
+    //@ end
+    //@ unroll r in 0..ROWS
+    results[$r] += bias_at(row$r);
     //@ end
     let gain = head_gain(row, lane, results);
     //@ unroll r in 0..ROWS

@@ -9,7 +9,7 @@ import pytest
 import wgpu
 
 from tests.llm.make_gguf import write_llama_gguf
-from wgattn import ArgumentError, CapacityError, Device, FormatError, ModelNotFound, Unsupported, reference
+from wgattn import ArgumentError, CapacityError, Device, DeviceError, FormatError, ModelNotFound, Unsupported, reference
 from wgattn.llm.gguf import ModelFile
 from wgattn.llm.llama import Llama, LlamaConfig
 
@@ -251,6 +251,56 @@ def test_generate_stops_where_it_should(small):
     a = list(model.generate([1, 2, 3], 10, temperature=1.5, seed=1, stop_ids=()))
     model.reset()
     assert list(model.generate([1, 2, 3], 10, temperature=1.5, seed=1, stop_ids=())) == a
+
+
+def test_greedy_blocks_equal_single_steps(small):
+    """Tokens that the device feeds to itself are those that the host would choose, and what follows a stop is not there."""
+    model = Llama.from_gguf(small[0], kv_dtype="f32", capacity=200)
+    logits, singly = model.prefill([7, 8, 9]), []
+    for _ in range(120):
+        singly.append(int(np.argmax(logits)))
+        logits = model.decode(singly[-1])
+    model.reset()
+    assert list(model.generate([7, 8, 9], 121, stop_ids=()))[:120] == singly
+    assert model.length == 123
+    np.testing.assert_array_equal(model.decode(5), _after(model, [7, 8, 9, *singly], 5))
+    stop = next(t for t in singly[40:] if t not in singly[:40]) if set(singly[40:]) - set(singly[:40]) else None
+    if stop is not None:
+        model.reset()
+        assert list(model.generate([7, 8, 9], 121, stop_ids=[stop])) == singly[: singly.index(stop)]
+        assert model.length == 3 + singly.index(stop)
+        np.testing.assert_array_equal(model.decode(5), _after(model, [7, 8, 9, *singly[: singly.index(stop)]], 5))
+
+
+def _after(model, ids, token):
+    model.reset()
+    model.prefill(ids[:3])
+    for t in ids[3:]:
+        model.decode(t)
+    return model.decode(token)
+
+
+def test_generate_can_be_left_and_taken_up(small):
+    model = Llama.from_gguf(small[0], kv_dtype="f32", capacity=100)
+    whole = list(model.generate([1, 2], 30, stop_ids=()))
+    model.reset()
+    generator = model.generate([1, 2], 30, stop_ids=())
+    some = [next(generator) for _ in range(12)]
+    generator.close()
+    assert some == whole[:12]
+    assert model.length == 2 + 11
+    assert list(model.generate([some[-1]], 18, stop_ids=())) == whole[12:]
+    with pytest.raises(ArgumentError):
+        next(model.generate([1], 3, temperature=-1.0, stop_ids=()))
+
+
+def test_logits_that_are_not_numbers_raise(small):
+    model = Llama.from_gguf(small[0], capacity=30)
+    generator = model.generate([1, 2], 9, stop_ids=())
+    next(generator)
+    model.output_gamma.write(np.full(model.output_gamma.shape, np.nan))
+    with pytest.raises(DeviceError):
+        list(generator)
 
 
 def test_bad_calls_raise_and_change_nothing(small):

@@ -47,6 +47,7 @@ def record(recording: Recording, problem: Problem, operands: Operands, shape: Fl
         KEYS=shape.keys,
         VALUE_SLOTS=math.ceil(problem.value_width / shape.lanes),
         WORKGROUP=shape.workgroup,
+        SUBGROUP=profile.subgroup_size,
     )
     teams = shape.workgroup // shape.lanes
     groups = (-(-problem.queries * problem.ratio // (teams * shape.rows)), problem.num_kv_heads, problem.batch)

@@ -76,6 +76,7 @@ def record(recording: Recording, problem: Problem, operands: Operands, shape: Sp
         SLOTS=math.ceil(problem.width / shape.lanes),
         VALUE_SLOTS=math.ceil(problem.value_width / shape.lanes),
         WORKGROUP=shape.workgroup,
+        SUBGROUP=device.profile.subgroup_size,
     )
     groups = (*grid(problem.rows // shape.group, limit), shape.splits)
     common.add(recording, kernel, groups, problem, operands, partial, shape.splits, label="attention")
@@ -103,9 +104,10 @@ class SplitAttention:
     def record(self, recording: Recording, *, step: Any, query: Any, cache: KVCache, out: Any) -> None:
         """Append out = attention(query over the cache), causal: token t of the step sees keys 0 .. position + t.
 
-        query and out: (tokens, num_heads, head_dim) float32, rows without padding between tokens.
+        query and out: (tokens, num_heads, head_dim) float32 without padding between tokens, or (tokens, at least num_heads * head_dim).
         """
         p = replace(self.problem, kv_dtype=cache.dtype, keys=min(self.problem.keys, cache.capacity), left=OPEN)
-        tokens = Rows(query, 0, p.head_dim, p.num_heads * p.head_dim)
+        stride = query.shape[1] if isinstance(query, Tensor) and query.ndim == 2 else p.num_heads * p.head_dim
+        tokens = Rows(query, 0, p.head_dim, stride)
         operands = Operands(tokens, cache.rows(cache.keys), cache.rows(cache.values), replace(tokens, tensor=out), step=step)
         record(recording, p, operands, self.shape, self._scratch)

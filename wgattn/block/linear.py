@@ -100,6 +100,7 @@ def record_linear(
     head_gamma: Any = None,
     parts: tuple[str, ...] = (),
     options: Mapping[str, int] | None = None,
+    arithmetic: str = "exact",
     label: str = "",
 ) -> None:
     """Append y = output(W . norm(x)) to a recording: one dispatch a piece of the matrix.
@@ -111,12 +112,13 @@ def record_linear(
         gamma: weights (padded(columns)) of an RMSNorm of x, with `eps`; None: no norm. bias: (rows) float32.
         token: "each": tokens in, tokens out; "last": one output, from the last token of the step.
         head_gamma: (2, head_dim) float32: weights of QK-norm; `options` then has HEADS, KV_HEADS and HEAD_DIM, and pieces are whole heads.
+        arithmetic: "exact", or "int8" for a quantised matrix: activations are rounded too.
     """
     device = recording.device
     head_dim = 0 if head_gamma is None else (options or {})["HEAD_DIM"]
     shape = choose_linear(device.profile, matrix.rows, matrix.columns, tokens, head_dim)
     kernel = device.kernel(
-        "block/linear",
+        "block/linear_int8" if arithmetic == "int8" else "block/linear",
         "step",
         *matrix.format.parts,
         f"block/parts/norm_{'none' if gamma is None else 'rms'}",
@@ -132,6 +134,7 @@ def record_linear(
         PAIRS=shape.rows // 2,
         QUADS=shape.rows // 4,
         WORKGROUP=shape.workgroup,
+        SUBGROUP=device.profile.subgroup_size,
         **matrix.format.options,
         **(options or {}),
     )

@@ -46,7 +46,9 @@ class DeviceProfile:
         """Which of the shader parts `team_*` adds up over that many invocations: nothing, subgroup operations, or workgroup memory."""
         if lanes == 1:
             return "team_one"
-        return "team_subgroup" if lanes <= self.subgroup_size else "team_workgroup"
+        if self.subgroup_size == 0:
+            return "team_workgroup"
+        return "team_subgroup" if lanes <= self.subgroup_size else "team_subgroups"
 
 
 def describe_limits(device: Device) -> dict:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +37,9 @@ class Recording:
     What changes between replays lives in buffers that the dispatches read, never in the list.
     """
 
-    def __init__(self, device: Device):
+    def __init__(self, device: Device, dispatches: Iterable[Dispatch] = ()):
         self.device = device
-        self.dispatches: list[Dispatch] = []
+        self.dispatches: list[Dispatch] = list(dispatches)
 
     def __len__(self) -> int:
         return len(self.dispatches)
@@ -127,6 +127,11 @@ class StepState:
         self.buffer = device.buffer(self._HEAD + 4 * chunk, uniform=True)
         self.step = Slice(self.buffer, 0, 16)
         self.tokens = Slice(self.buffer, self._HEAD, 4 * chunk)
+
+    @property
+    def tokens_at(self) -> int:
+        """Word of the buffer where token ids begin."""
+        return self._HEAD // 4
 
     def write(self, position: int, token_ids: Sequence[int]) -> None:
         """The next replay computes these tokens (at most `chunk`), the first of them at `position` in the sequence."""

@@ -20,7 +20,8 @@ from ..block.rope import Rope
 from ..errors import ArgumentError, CapacityError, FormatError, Unsupported
 from ..gpu import Device, DeviceProfile, Readback, Recording, StepState, default_device
 from .gguf import ModelFile, find_model
-from .sample import sample
+from .greedy import GreedyLoop
+from .sample import check_options, sample
 from .tokenizer import Tokenizer
 
 ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
@@ -210,6 +211,7 @@ class Llama:
         self._prefill = self._recording(self.chunk, self.capacity, output=False)
         self._decode = [(limit, self._recording(1, limit, output=True)) for limit in limits]
         self._head = self._output(Recording(device))
+        self._greedy = GreedyLoop(device, self._decode, self.logits, self._state)
 
     def _recording(self, tokens: int, length: int, output: bool) -> Recording:
         c, recording = self.config, Recording(self.device)
@@ -270,6 +272,15 @@ class Llama:
         self.length += 1
         return self._readback.numpy()
 
+    def warm_up(self) -> None:
+        """Run every kind of step once and reset: drivers compile a shader at its first use, which takes a while."""
+        self.reset()
+        self.prefill([0])
+        if self.length < self.capacity:
+            list(self._greedy.run(0, self.length, 1, lambda length: None))
+            self.decode(0)
+        self.reset()
+
     def reset(self) -> None:
         """Forget the sequence. Its memory is kept; kernels never read beyond the length."""
         self.length = 0
@@ -291,16 +302,30 @@ class Llama:
         A sequence that reaches the capacity ends there. Raises as `prefill` does, before any work.
         """
         stop = self.tokenizer.end_ids if stop_ids is None else frozenset(stop_ids)
+        check_options(temperature, top_k, top_p)
         rng = np.random.default_rng(seed)
-        logits = self.prefill(token_ids)
-        for i in range(max_new_tokens):
-            token = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, rng=rng)
-            if token in stop:
+        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "rng": rng}
+        token = sample(self.prefill(token_ids), **options)
+        if max_new_tokens < 1 or token in stop:
+            return
+        yield token
+        left = min(max_new_tokens - 1, self.capacity - self.length)
+        following = self._continue_greedily(token, left) if temperature == 0 else self._continue(token, left, options)
+        for found in following:
+            if found in stop:
                 return
+            yield found
+
+    def _continue(self, token: int, count: int, options: dict) -> Iterator[int]:
+        for _ in range(count):
+            token = sample(self.decode(token), **options)
             yield token
-            if i + 1 == max_new_tokens or self.length == self.capacity:
-                return
-            logits = self.decode(token)
+
+    def _continue_greedily(self, token: int, count: int) -> Iterator[int]:
+        def done(length: int) -> None:
+            self.length = length
+
+        return self._greedy.run(token, self.length, count, done)
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
         ids = [int(t) for t in token_ids]

@@ -19,7 +19,8 @@ def sample(logits: np.ndarray, *, temperature: float = 0.0, top_k: int = 0, top_
     nothing but -inf. ShapeError (an ArgumentError): logits that are not one non-empty row.
     """
     logits = np.asarray(logits)
-    _check(logits, temperature, top_k, top_p)
+    check_options(temperature, top_k, top_p)
+    _check_logits(logits)
     if temperature == 0:
         return int(np.argmax(logits))
     logits = logits.astype(np.float64)
@@ -36,13 +37,17 @@ def sample(logits: np.ndarray, *, temperature: float = 0.0, top_k: int = 0, top_
     return int(ids[np.searchsorted(steps, draw, side="right")])
 
 
-def _check(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> None:
+def check_options(temperature: float, top_k: int, top_p: float) -> None:
+    """ArgumentError for options of `sample` that cannot be."""
     if not 0 <= temperature < math.inf:
         raise ArgumentError(f"temperature is {temperature}: it must be 0 (greedy) or a positive finite number")
     if top_k < 0:
         raise ArgumentError(f"top_k is {top_k}: it must be 0 (all tokens) or a positive number of tokens")
     if not 0 < top_p <= 1:
         raise ArgumentError(f"top_p is {top_p}: it must be above 0 and at most 1")
+
+
+def _check_logits(logits: np.ndarray) -> None:
     if logits.ndim != 1 or logits.size == 0:
         raise ShapeError(f"logits have the shape {logits.shape}: pass one row of shape (vocab,)")
     top = logits.max()  # NaN wins every maximum

@@ -1,0 +1,48 @@
+// The most likely token (the lowest id of equals) becomes the next step's input: greedy decoding without the host.      llm/sample.py
+// One workgroup. It also moves the step on by one position and notes the token in a ring for the host to read later.
+// Workgroup memory: 8 * WORKGROUP.   Options: WORKGROUP (a power of two), TOKENS_AT: word of the step buffer where token ids begin.
+
+struct Params { vocab: u32, ring: u32 }
+
+const NONE = 0xffffffffu;                        // no logit was a number
+const LOWEST = -3.4028235e38;
+
+var<uniform> params: Params;
+var<storage, read> logits: array<f32>;           // (vocab)
+var<storage, read_write> state: array<u32>;      // the step buffer: position, count, ..., token ids
+var<storage, read_write> history: array<u32>;    // (ring) the token at position p is at p % ring
+var<workgroup> best_value: array<f32, WORKGROUP>;
+var<workgroup> best_id: array<u32, WORKGROUP>;
+
+@compute @workgroup_size(WORKGROUP)
+fn main(@builtin(local_invocation_index) index: u32) {
+  var value = LOWEST;
+  var id = NONE;
+  for (var i = index; i < params.vocab; i += WORKGROUP) {
+    let v = logits[i];
+    if (v > value || (id == NONE && v == value)) {
+      value = v;
+      id = i;
+    }
+  }
+  best_value[index] = value;
+  best_id[index] = id;
+  for (var half = WORKGROUP / 2u; half > 0u; half >>= 1u) {
+    workgroupBarrier();
+    if (index < half) {
+      let other = best_value[index + half];
+      let other_id = best_id[index + half];
+      if (other > best_value[index] || (other == best_value[index] && other_id < best_id[index])) {
+        best_value[index] = other;
+        best_id[index] = other_id;
+      }
+    }
+  }
+  if (index == 0u) {
+    let position = state[0] + state[1];
+    history[position % params.ring] = best_id[0];
+    state[0] = position;
+    state[1] = 1u;
+    state[TOKENS_AT] = min(best_id[0], params.vocab - 1u);
+  }
+}
