@@ -5,6 +5,7 @@ from .attention.functional import scaled_dot_product_attention, sdpa
 from .attention.merge import merge_state
 from .attention.pipeline import AttentionPipeline
 from .block.functional import apply_rope, rms_norm
+from .block.fused import FusedAttention, FusedMLP
 from .block.quant import QuantizedTensor, quantize
 from .block.rope import Rope
 from .errors import ArgumentError, CapacityError, DeviceError, FormatError, ModelNotFound, ShapeError, Unsupported, WgattnError
@@ -20,6 +21,8 @@ __all__ = [
     "Device",
     "DeviceError",
     "FormatError",
+    "FusedAttention",
+    "FusedMLP",
     "Llama",
     "ModelNotFound",
     "QuantizedTensor",

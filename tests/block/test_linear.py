@@ -389,7 +389,7 @@ def run_qkv(device: Device, rng: np.random.Generator, g: Heads, tokens: int, cou
     state.write(position, [0] * count)
     dirty_workgroup_memory(device)
     for matrix, first in runs:
-        record(device, Matrix(device, matrix, 4), case, given, state, outputs, parts=(cache.store_part,), options=options, first_row=first).replay()
+        record(device, Matrix(device, matrix, 4), case, given, state, outputs, parts=(cache.store_part,), options=options, first_row=first, y_stride=g.heads * g.dim).replay()
     place = {"geometry": g, "tokens": tokens, "count": count, "position": position, "capacity": capacity, "device": device.profile}
     after, canary = split_canary(query, (tokens, g.heads, g.dim))
     assert_untouched(canary, where="beyond the queries", **place)
@@ -448,7 +448,7 @@ def test_what_f16_cannot_hold_is_clamped(device: Device, rng):
     matrix = Matrix(device, QuantizedTensor(weights, weights.shape, "F32"), 4)
     given = {"x": x, "gamma": None, "bias": None}
     state.write(0, [0])
-    record(device, matrix, case, given, state, outputs, parts=(cache.store_part,), options=options).replay()
+    record(device, matrix, case, given, state, outputs, parts=(cache.store_part,), options=options, y_stride=dim).replay()
     assert cache.v(1)[0, 0].tolist() == [65504, -65504, 65504, -65504, 1, 0, 65504, -65504]
     assert cache.k(1)[0, 0].tolist() == [65504, -65504, 65504, -65504, 1, 0, 65504, -65504]  # position 0: not turned
     assert not untouched(cache.keys.numpy()).any()

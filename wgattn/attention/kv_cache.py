@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, CapacityError
+from ..errors import ArgumentError, CapacityError, ShapeError
 from ..gpu import Device, Part, Recording, Tensor, grid
 from .problem import Rows
 
@@ -38,6 +38,24 @@ class KVCache:
             raise CapacityError(f"A {dtype} cache of {capacity} positions takes {nbytes} bytes a layer; {device.name} can bind {fits} positions.")
         self.keys = device.empty(shape, KV_DTYPES[dtype])
         self.values = device.empty(shape, KV_DTYPES[dtype])
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor) -> KVCache:
+        """A cache in tensors that are there, both (num_kv_heads, capacity, head_dim) or with a batch in front; head_dim a multiple of 4.
+
+        Raises ShapeError, TypeError for tensors that cannot be one.
+        """
+        kinds = {dtype: name for name, dtype in KV_DTYPES.items()}
+        if keys.dtype != values.dtype or keys.dtype not in kinds:
+            raise TypeError(f"The keys of a cache are {keys.dtype} and its values {values.dtype}; both must be float32, or both float16.")
+        if keys.shape != values.shape or keys.ndim not in (3, 4) or keys.shape[-1] % 4 or not keys.size:
+            raise ShapeError(f"The keys of a cache have shape {keys.shape}, its values {values.shape}; both must be (KV heads, capacity, a multiple of 4).")
+        cache = cls.__new__(cls)
+        cache.device, cache.dtype = keys.device, kinds[keys.dtype]
+        cache.keys, cache.values = (t.reshape((1,) * (4 - t.ndim) + t.shape) for t in (keys, values))
+        cache.batch, cache.num_kv_heads, cache.capacity, cache.head_dim = cache.keys.shape
+        cache.stride = cache.head_dim
+        return cache
 
     @property
     def nbytes(self) -> int:

@@ -44,6 +44,9 @@ class Problem:
     lse: bool = False
     lengths: str = "fixed"
     """Where the number of keys comes from: "fixed", "each" (a buffer, one a sequence) or "step" (the state of a recorded step)."""
+    in_place: bool = False
+    """Outputs replace the queries in their buffer, f32 rows of a multiple of 4; for paths that read a query before they write its output."""
+
     @property
     def ratio(self) -> int:
         """Query heads that share a KV head."""
@@ -142,6 +145,8 @@ def params(problem: Problem, operands: Operands, splits: int = 1) -> dict[str, f
 
 def rows_part(problem: Problem, name: str) -> Part:
     """The part that loads rows of "query", "keys" or "values"."""
+    if name == "query" and problem.in_place:
+        return Part.of("parts/rows_in_place", name=name, target="out")
     width = "VALUE_DIM" if name == "values" else "HEAD_DIM"
     dim = problem.value_dim if name == "values" else problem.head_dim
     aligned = dim % 4 == 0

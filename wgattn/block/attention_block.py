@@ -2,34 +2,91 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from ..attention.choose import choose
 from ..attention.kv_cache import KVCache
-from ..attention.split import SplitAttention
-from ..errors import Unsupported
-from ..gpu import Device, Recording, Tensor
+from ..attention.paths import PATHS
+from ..attention.problem import Operands, Problem, Rows
+from ..errors import ArgumentError, ShapeError, Unsupported
+from ..gpu import Device, DeviceProfile, Recording, Tensor
+from .arithmetic import resolve
 from .linear import Matrix, pad_vector, record_linear
-from .quant import CHUNK, QuantizedTensor, stack_rows
+from .quant import QuantizedTensor, stack_rows
 from .rope import Rope
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What all layers of a model share."""
+    """What all layers of a model share. Scores are scaled by 1 / sqrt(head_dim), or by `scale`."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     eps: float
+    scale: float | None = None
 
     @property
     def kernel_options(self) -> dict[str, int]:
         return {"HEADS": self.num_heads, "KV_HEADS": self.num_kv_heads, "HEAD_DIM": self.head_dim}
+
+    def check(self, rope: Rope | None) -> None:
+        """Raises ArgumentError, ShapeError for numbers that cannot be, Unsupported for those that our kernels do not take."""
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            number = getattr(self, name)
+            if int(number) != number or number < 1:
+                raise ArgumentError(f"{name} is {number}; it must be a whole number of at least 1.")
+        if not 0 <= self.eps < math.inf:
+            raise ArgumentError(f"eps is {self.eps}; it must be finite and not negative.")
+        if self.num_heads % self.num_kv_heads:
+            raise ShapeError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads: it does not divide.")
+        rotary = 0 if rope is None else rope.dim
+        if rotary and self.head_dim % 2:
+            raise ArgumentError(f"RoPE rotates pairs of channels: head_dim must be even, not {self.head_dim}.")
+        if rotary > self.head_dim:
+            raise ShapeError(f"RoPE rotates {rotary} channels; heads have {self.head_dim}.")
+        if self.head_dim % 4 or rotary % 4:
+            raise Unsupported(f"Head dim {self.head_dim} and rotary dim {rotary} must be multiples of 4.")
+
+
+class StepAttention(Protocol):
+    """Causal attention of a recorded step over a cache: `SplitAttention`, or `ChosenAttention`."""
+
+    def record(self, recording: Recording, *, step: Any, query: Any, cache: KVCache, out: Any) -> None: ...
+
+
+class ChosenAttention:
+    """Causal attention of a recorded step of up to `tokens` queries over up to `length` keys, by whichever path suits the device.
+
+    Where `query` and `out` of a recording are one tensor, outputs replace the queries.
+    """
+
+    def __init__(self, profile: DeviceProfile, geometry: Geometry, tokens: int, length: int):
+        g, self._profile = geometry, profile
+        scale = 1 / math.sqrt(g.head_dim) if g.scale is None else g.scale
+        self.problem = Problem(1, g.num_heads, g.num_kv_heads, tokens, length, g.head_dim, g.head_dim, scale, right=0, lengths="step")
+
+    @property
+    def path(self) -> str:
+        return choose(self._profile, self.problem).path
+
+    @property
+    def splits(self) -> int:
+        """Parts that the keys are divided into, whose partial results take memory; 1: none."""
+        return getattr(PATHS[self.path].shape(self._profile, self.problem), "splits", 1)
+
+    def record(self, recording: Recording, *, step: Any, query: Tensor, cache: KVCache, out: Tensor) -> None:
+        """Append the dispatches: token t of the step sees keys 0 .. position + t. query and out: (tokens, at least H * D) float32."""
+        p = Problem(**{**vars(self.problem), "kv_dtype": cache.dtype, "keys": min(self.problem.keys, cache.capacity), "in_place": query is out})
+        rows = Rows(query, 0, p.head_dim, query.shape[1])
+        operands = Operands(rows, cache.rows(cache.keys), cache.rows(cache.values), Rows(out, 0, p.head_dim, out.shape[1]), step=step)
+        PATHS[self.path].record(recording, p, operands)
 
 
 class AttentionBlock:
@@ -38,20 +95,20 @@ class AttentionBlock:
     Args:
         weights: norm (E,), wq (H*D, E), wk and wv (Hkv*D, E), wo (E, H*D), optional bq bk bv bo, optional q_norm and k_norm (D,) for QK-norm;
             matrices as QuantizedTensor, vectors float32.
+        rope: None: no rotation.
+        arithmetic: "exact", "int8" or "auto", or a pair: of the QKV projections, and of the output projection.
 
     Raises:
-        Unsupported: head_dim or the rotary dim is not a multiple of 4, or num_heads * head_dim not of 16.
+        ArgumentError, ShapeError, Unsupported: as `Geometry.check`.
     """
 
-    def __init__(self, device: Device, weights: Mapping[str, Any], geometry: Geometry, rope: Rope):
-        if geometry.head_dim % 4 or rope.dim % 4:
-            raise Unsupported(f"Head dim {geometry.head_dim} and rotary dim {rope.dim} must be multiples of 4.")
-        if geometry.num_heads * geometry.head_dim % CHUNK:
-            raise Unsupported(f"num_heads * head_dim is {geometry.num_heads * geometry.head_dim}; it must be a multiple of {CHUNK}.")
+    def __init__(self, device: Device, weights: Mapping[str, Any], geometry: Geometry, rope: Rope | None, arithmetic: str | tuple[str, str] = "exact"):
+        geometry.check(rope)
         self.geometry, self.rope = geometry, rope
+        self.arithmetic = (arithmetic, arithmetic) if isinstance(arithmetic, str) else arithmetic
         self.gamma = device.tensor(pad_vector(weights["norm"]))
-        orders = [rope.pair_order(geometry.num_heads, geometry.head_dim), rope.pair_order(geometry.num_kv_heads, geometry.head_dim), None]
-        self.head_gamma = _head_gamma(device, weights, geometry, rope)
+        orders = [pair_order(rope, geometry.num_heads, geometry.head_dim), pair_order(rope, geometry.num_kv_heads, geometry.head_dim), None]
+        self.head_gamma = head_gamma(device, weights, geometry, rope)
         unit = 4 if self.head_gamma is None else geometry.head_dim
         self.qkv = _stack_by_kind(device, [weights["wq"], weights["wk"], weights["wv"]], orders, unit)
         self.bias = _stack_bias(device, weights, orders)
@@ -63,51 +120,82 @@ class AttentionBlock:
         vectors = [t for t in (self.gamma, self.bias, self.bo, self.head_gamma) if t is not None]
         return sum(m.nbytes for m, _ in self.qkv) + self.wo.nbytes + sum(t.nbytes for t in vectors)
 
-    def record(self, recording: Recording, attention: SplitAttention, cache: KVCache, state: Mapping[str, Any], tokens: int) -> None:
+    def record(self, recording: Recording, attention: StepAttention, cache: KVCache, state: Mapping[str, Any], tokens: int) -> None:
         """Append h += wo . attention(norm(h)) for up to `tokens` tokens, writing their rows of the cache.
 
-        state: `step`, the residual stream `h` (tokens, padded E), scratch `query` and `attended` (tokens, padded H*D), the table `rope`.
+        state: `step`, the residual stream `h` (tokens, padded E), scratch `query` and `attended` (tokens, padded H*D), which may be one tensor
+        for a `ChosenAttention`, the table `rope`. With `y` (tokens, any stride) in it: y = residual + wo . attention(norm(h)), where `residual`
+        has the same stride, and may be y.
         """
-        g = self.geometry
-        for matrix, first_row in self.qkv:
-            record_linear(
-                recording,
-                matrix,
-                step=state["step"],
-                x=state["h"],
-                output="qkv",
-                outputs={"rope": state["rope"], "query": state["query"], "keys": cache.keys, "values": cache.values},
-                parts=(cache.store_part,),
-                options={**g.kernel_options, "ROTARY": self.rope.dim, "PAIR_DISTANCE": self.rope.pair_distance},
-                tokens=tokens,
-                first_row=first_row,
-                gamma=self.gamma,
-                eps=g.eps,
-                bias=self.bias,
-                head_gamma=self.head_gamma,
-                label="norm, QKV, RoPE, KV append",
-            )
+        record_qkv(recording, self, cache, state, tokens)
         attention.record(recording, step=state["step"], query=state["query"], cache=cache, out=state["attended"])
         record_linear(
             recording,
             self.wo,
             step=state["step"],
             x=state["attended"],
-            output="add",
-            outputs={"y": state["h"]},
             tokens=tokens,
-            y_stride=state["h"].shape[1],
             bias=self.bo,
             label="output projection, residual",
+            arithmetic=resolve(recording.device, self.wo, tokens, self.arithmetic[1]),
+            **residual_output(state),
         )
 
 
-def _head_gamma(device: Device, weights: Mapping[str, Any], geometry: Geometry, rope: Rope) -> Tensor | None:
+def record_qkv(recording: Recording, block: AttentionBlock, cache: KVCache, state: Mapping[str, Any], tokens: int) -> None:
+    """Append norm, QKV projections, RoPE and KV append: `query` of the state and rows of the cache."""
+    g, rope = block.geometry, block.rope
+    for matrix, first_row in block.qkv:
+        record_linear(
+            recording,
+            matrix,
+            step=state["step"],
+            x=state["h"],
+            output="qkv",
+            outputs={"rope": state["rope"], "query": state["query"], "keys": cache.keys, "values": cache.values},
+            parts=(cache.store_part,),
+            options={**g.kernel_options, **rope_options(rope)},
+            tokens=tokens,
+            y_stride=state["query"].shape[1],
+            first_row=first_row,
+            gamma=block.gamma,
+            eps=g.eps,
+            bias=block.bias,
+            head_gamma=block.head_gamma,
+            arithmetic=resolve(recording.device, matrix, tokens, block.arithmetic[0]),
+            label="norm, QKV, RoPE, KV append",
+        )
+
+
+def residual_output(state: Mapping[str, Any]) -> dict[str, Any]:
+    """How a projection ends: added to the residual stream `h` in place, or y = residual + result; as keywords of `record_linear`."""
+    y = state.get("y", state["h"])
+    if y is state["h"] or y is state["residual"]:
+        return {"output": "add", "outputs": {"y": y}, "y_stride": y.shape[1]}
+    return {
+        "output": "residual",
+        "outputs": {"y": y, "residual": state["residual"]},
+        "y_stride": y.shape[1],
+        "options": {"RESIDUAL_STRIDE": state.get("residual_stride", y.shape[1])},
+    }
+
+
+def rope_options(rope: Rope | None) -> dict[str, int]:
+    """The constants of `output_qkv`; a rotary dim of 0 rotates nothing."""
+    return {"ROTARY": 0, "PAIR_DISTANCE": 1} if rope is None else {"ROTARY": rope.dim, "PAIR_DISTANCE": rope.pair_distance}
+
+
+def pair_order(rope: Rope | None, heads: int, head_dim: int) -> np.ndarray | None:
+    """`Rope.pair_order`, or None for the order that there is."""
+    return None if rope is None else rope.pair_order(heads, head_dim)
+
+
+def head_gamma(device: Device, weights: Mapping[str, Any], geometry: Geometry, rope: Rope | None) -> Tensor | None:
     """The weights of QK-norm in the order of the projections' rows; ones where only one of the two has any."""
     given = [weights.get("q_norm"), weights.get("k_norm")]
     if all(g is None for g in given):
         return None
-    order = rope.pair_order(1, geometry.head_dim)
+    order = np.arange(geometry.head_dim) if rope is None else rope.pair_order(1, geometry.head_dim)
     return device.tensor(np.stack([np.ones(geometry.head_dim) if g is None else np.asarray(g)[order] for g in given]), np.float32)
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..gpu import Device, Recording
+from ..gpu import Device, Recording, Tensor
+from .arithmetic import resolve
+from .attention_block import residual_output
 from .linear import Matrix, pad_vector, record_linear
 from .quant import QuantizedTensor, stack_rows
 
@@ -16,30 +18,37 @@ class MlpBlock:
     """The weights of one layer's MLP half, on the device, and the recording of its dispatches.
 
     Args:
-        weights: norm (E,), gate and up (I, E), down (E, I); matrices as QuantizedTensor, norm float32.
+        weights: norm (E,), gate and up (I, E), down (E, I), optional b_gate b_up b_down; matrices as QuantizedTensor, vectors float32.
     """
 
-    def __init__(self, device: Device, weights: Mapping[str, Any], eps: float):
-        self.eps = eps
+    def __init__(self, device: Device, weights: Mapping[str, Any], eps: float, arithmetic: str = "exact"):
+        self.eps, self.arithmetic = eps, arithmetic
         self.gamma = device.tensor(pad_vector(weights["norm"]))
         gate, up = weights["gate"], weights["up"]
         self.hidden = gate.shape[0]
+        biases = gate_up_bias(weights)
+        self.gate_up: list[tuple[Matrix, str, Tensor | None]]
         if gate.kind == up.kind:
-            self.gate_up = [(Matrix(device, _interleave(gate, up), unit=2), "swiglu")]
+            bias = None if biases is None else device.tensor(biases.T.reshape(-1))
+            self.gate_up = [(Matrix(device, _interleave(gate, up), unit=2), "swiglu", bias)]
         else:
-            self.gate_up = [(Matrix(device, up), "store"), (Matrix(device, gate), "silu_mul")]
+            of_gate, of_up = (None, None) if biases is None else (device.tensor(b) for b in biases)
+            self.gate_up = [(Matrix(device, up), "store", of_up), (Matrix(device, gate), "silu_mul", of_gate)]
         self.down = Matrix(device, weights["down"])
+        self.b_down = None if weights.get("b_down") is None else device.tensor(weights["b_down"])
 
     @property
     def nbytes(self) -> int:
-        return self.gamma.nbytes + sum(m.nbytes for m, _ in self.gate_up) + self.down.nbytes
+        vectors = [b for b in (self.gamma, self.b_down, *(b for _, _, b in self.gate_up)) if b is not None]
+        return sum(m.nbytes for m, _, _ in self.gate_up) + self.down.nbytes + sum(v.nbytes for v in vectors)
 
     def record(self, recording: Recording, state: Mapping[str, Any], tokens: int) -> None:
         """Append h += down . (silu(gate . norm(h)) * (up . norm(h))) for up to `tokens` tokens.
 
-        state: `step`, the residual stream `h` (tokens, padded E), scratch `hidden` (tokens, padded I).
+        state: `step`, the residual stream `h` (tokens, padded E), scratch `hidden` (tokens, padded I). With `y` in it, the result goes there,
+        on top of `residual`; see `AttentionBlock.record`.
         """
-        for matrix, output in self.gate_up:
+        for matrix, output, bias in self.gate_up:
             record_linear(
                 recording,
                 matrix,
@@ -51,6 +60,8 @@ class MlpBlock:
                 y_stride=state["hidden"].shape[1],
                 gamma=self.gamma,
                 eps=self.eps,
+                bias=bias,
+                arithmetic=resolve(recording.device, matrix, tokens, self.arithmetic),
                 label="norm, gate, up, SwiGLU",
             )
         record_linear(
@@ -58,12 +69,20 @@ class MlpBlock:
             self.down,
             step=state["step"],
             x=state["hidden"],
-            output="add",
-            outputs={"y": state["h"]},
             tokens=tokens,
-            y_stride=state["h"].shape[1],
+            bias=self.b_down,
+            arithmetic=resolve(recording.device, self.down, tokens, self.arithmetic),
             label="down projection, residual",
+            **residual_output(state),
         )
+
+
+def gate_up_bias(weights: Mapping[str, Any]) -> np.ndarray | None:
+    """(2, I) float32 of gate and up; zeros where only one has a bias, None where neither has."""
+    given = [weights.get("b_gate"), weights.get("b_up")]
+    if all(b is None for b in given):
+        return None
+    return np.stack([np.zeros(weights["gate"].shape[0]) if b is None else b for b in given]).astype(np.float32)
 
 
 def _interleave(gate: QuantizedTensor, up: QuantizedTensor) -> QuantizedTensor:

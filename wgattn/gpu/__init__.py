@@ -5,7 +5,22 @@ from .kernel import Kernel
 from .profile import DeviceProfile
 from .recording import Readback, Recording, StepState, grid
 from .shader import Part
+from .step_input import StepInput
 from .tensor import Slice, Tensor
 from .webgpu import list_adapters
 
-__all__ = ["Device", "DeviceProfile", "Kernel", "Part", "Readback", "Recording", "Slice", "StepState", "Tensor", "default_device", "grid", "list_adapters"]
+__all__ = [
+    "Device",
+    "DeviceProfile",
+    "Kernel",
+    "Part",
+    "Readback",
+    "Recording",
+    "Slice",
+    "StepInput",
+    "StepState",
+    "Tensor",
+    "default_device",
+    "grid",
+    "list_adapters",
+]

@@ -1,0 +1,76 @@
+"""Which arithmetic a quantised projection uses: exact (dequantise, f32) or int8 (activations rounded to int8 too), measured where asked for."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError
+from ..gpu import Device, Recording, StepState
+from .linear import Matrix, padded, record_linear
+
+ARITHMETICS = ("exact", "int8", "auto")
+_measured: dict[tuple, str] = {}
+"""The quicker of the two, by device, kind, shape and whether there is one token or many; for the life of the process."""
+
+
+def checked(arithmetic: str) -> str:
+    """The name, or ArgumentError."""
+    if arithmetic not in ARITHMETICS:
+        raise ArgumentError(f"There is no arithmetic {arithmetic!r}; choose one of {', '.join(ARITHMETICS)}.")
+    return arithmetic
+
+
+def resolve(device: Device, matrix: Matrix, tokens: int, arithmetic: str) -> str:
+    """ "exact" or "int8" for a projection of up to `tokens` tokens. Matrices of floats are always exact."""
+    checked(arithmetic)
+    if not matrix.format.quantised:
+        return "exact"
+    if arithmetic != "auto":
+        return arithmetic
+    key = (device, matrix.format.name, matrix.rows, matrix.columns, tokens > 1)
+    if key not in _measured:
+        seconds = {name: measure(device, matrix, min(tokens, 64), name) for name in ("exact", "int8")}
+        _measured[key] = min(seconds, key=seconds.__getitem__)
+    return _measured[key]
+
+
+def measure(device: Device, matrix: Matrix, tokens: int, arithmetic: str, rounds: int = 3) -> float:
+    """Seconds that the projection of so many random tokens takes, the best of some rounds; each waits for a run of replays."""
+    recording, state = _projection(device, matrix, tokens, arithmetic)
+    device.write(state.buffer, np.array([0, tokens], np.uint32))
+    recording.replay()
+    device.wait()
+    begin = time.perf_counter()
+    recording.replay()
+    device.wait()
+    times = max(1, min(64, int(0.005 / (time.perf_counter() - begin))))  # waiting has a price of its own: it is shared out
+    found = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        recording.replay(times=times)
+        device.wait()
+        found.append((time.perf_counter() - begin) / times)
+    return min(found)
+
+
+def _projection(device: Device, matrix: Matrix, tokens: int, arithmetic: str) -> tuple[Recording, Any]:
+    rng = np.random.default_rng(0)
+    x = np.zeros((tokens, padded(matrix.columns)), np.float32)
+    x[:, : matrix.columns] = rng.standard_normal((tokens, matrix.columns))
+    state, recording = StepState(device, 1), Recording(device)
+    outputs = {"y": device.empty((tokens, matrix.rows))}
+    record_linear(
+        recording,
+        matrix,
+        step=state.step,
+        x=device.tensor(x),
+        output="store",
+        outputs=outputs,
+        tokens=tokens,
+        y_stride=matrix.rows,
+        arithmetic=arithmetic,
+    )
+    return recording, state

@@ -1,0 +1,148 @@
+"""What the activations of a block take: the shapes that its buffers really have, and reports made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+
+from ..errors import ArgumentError, CapacityError
+from ..gpu import DeviceProfile
+from .linear import padded
+
+Shapes = dict[str, tuple[int, int]]
+
+
+def attention_buffers(embed: int, num_heads: int, num_kv_heads: int, head_dim: int, tokens: int, fused: bool = True) -> Shapes:
+    """Scratch of the attention half, float32, by name; `attended` is `query` where fused: outputs replace the queries. Without split-K partials."""
+    query = (tokens, padded(num_heads * head_dim))
+    if fused:
+        return {"query": query}
+    new, row = (tokens, padded(num_kv_heads * head_dim)), (tokens, padded(embed))
+    return {"normed": row, "query": query, "new_keys": new, "new_values": new, "attended": query, "projected": row}
+
+
+def mlp_buffers(embed: int, hidden: int, tokens: int, fused: bool = True) -> Shapes:
+    """Scratch of the MLP half, float32, by name."""
+    act = {"hidden": (tokens, padded(hidden))}
+    return act if fused else {"normed": (tokens, padded(embed)), "gate_up": (tokens, padded(2 * hidden)), **act, "projected": (tokens, padded(embed))}
+
+
+def nbytes(shapes: Mapping[str, tuple[int, int]]) -> int:
+    """Bytes of float32 buffers."""
+    return sum(4 * rows * columns for rows, columns in shapes.values())
+
+
+def partial_bytes(num_heads: int, head_dim: int, splits: int, tokens: int = 1) -> int:
+    """Bytes of the partial results of split keys: an output, a maximum and a sum for each head and split; none for one split."""
+    return 4 * tokens * num_heads * splits * (-(-head_dim // 4) * 4 + 2) if splits > 1 else 0
+
+
+def optimal_tiles(head_dim: int, profile: DeviceProfile) -> tuple[int, int]:
+    """(query rows, keys) of a tile of prefill attention that fits the device's workgroup memory; pure.
+
+    A tile keeps its keys, then its values, in rows of head_dim + 1 floats, and the scores. As many keys as fit, for 32 rows or else fewer.
+
+    Raises ArgumentError for a head dim below 1, CapacityError when not even one row and four keys fit.
+    """
+    if int(head_dim) != head_dim or head_dim < 1:
+        raise ArgumentError(f"head_dim is {head_dim}; it must be a whole number of at least 1.")
+    row = -(-int(head_dim) // 4) * 4 + 1
+    for queries in (32, 16, 8, 4, 2, 1):
+        for keys in (64, 32, 16, 8, 4):
+            if 4 * (keys * row + queries * keys) <= profile.workgroup_memory:
+                return queries, keys
+    raise CapacityError(f"No tile for heads of {head_dim} fits {profile.workgroup_memory} bytes of workgroup memory on {profile.name}.")
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Bytes without and with fusion."""
+
+    what: str
+    unfused: int
+    fused: int
+
+    @property
+    def ratio(self) -> float:
+        return self.unfused / self.fused
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of intermediates; `str()` or rich's print shows a table. KV cache, weights, and the residual stream in and out are not counted."""
+
+    title: str
+    rows: tuple[Saving, ...]
+    buffers: Mapping[str, Mapping[str, tuple[int, int]]] = field(default_factory=dict)
+    """For "fused" and "unfused", decode: the float32 buffers of a layer by name, with their shapes."""
+    partials: int = 0
+    """Bytes of split-K partials of one decode step, for the number of splits asked about; they are in the rows that say so."""
+
+    def __getitem__(self, what: str) -> Saving:
+        return next(row for row in self.rows if row.what == what)
+
+    def _table(self) -> Table:
+        table = Table("intermediates", "unfused, bytes", "fused, bytes", "ratio", title=self.title, title_justify="left")
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for r in self.rows:
+            table.add_row(r.what, f"{r.unfused:,}", f"{r.fused:,}", f"{r.ratio:.2f}x")
+        return table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._table()
+
+    def __str__(self) -> str:
+        console = Console(width=120, color_system=None)
+        with console.capture() as captured:
+            console.print(self._table())
+        return captured.get()
+
+
+def memory_report(
+    hidden: int, layers: int, seq_len: int, *, num_heads: int, num_kv_heads: int, head_dim: int, intermediate: int, splits: int = 1
+) -> MemoryReport:
+    """What fusing a transformer block saves in activations, in the bytes of the buffers that our fused and unfused recordings allocate.
+
+    Args:
+        hidden: E. layers: of the model. seq_len: tokens of a prefill that is computed at once. intermediate: I of the MLP.
+        splits: parts that decode attention divides its keys into; their partial results are memory that fusion does not save.
+
+    The prefill rows count what the original operator keeps besides: a head-major copy of the attended heads, and, in the row that says so, a
+    matrix of scores and one of probabilities. "whole model" compares every layer having buffers of its own with one set that all layers share.
+    """
+    for name, number in {"hidden": hidden, "layers": layers, "seq_len": seq_len, "intermediate": intermediate, "splits": splits}.items():
+        if int(number) != number or number < 1:
+            raise ArgumentError(f"{name} is {number}; it must be a whole number of at least 1.")
+    sizes = (hidden, num_heads, num_kv_heads, head_dim)
+    attention = {fused: nbytes(attention_buffers(*sizes, 1, fused)) for fused in (False, True)}
+    mlp = {fused: nbytes(mlp_buffers(hidden, intermediate, 1, fused)) for fused in (False, True)}
+    stream, T = 4 * padded(hidden), seq_len
+    partials = partial_bytes(num_heads, head_dim, splits)
+    copied = T * (attention[False] + 4 * padded(num_heads * head_dim))
+    scores = 2 * 4 * num_heads * T * T
+    rows = [
+        Saving("decode, attention half", attention[False], attention[True]),
+        *([Saving(f"decode, attention half, {splits} splits", attention[False], attention[True] + partials)] if splits > 1 else []),
+        Saving("decode, whole layer", attention[False] + stream + mlp[False], attention[True] + mlp[True]),
+        Saving("decode, attention half, whole model", layers * attention[False], attention[True]),
+        Saving(f"prefill of {T}, attention half", copied, T * attention[True]),
+        Saving(f"prefill of {T}, attention half with scores", copied + scores, T * attention[True]),
+        Saving(f"prefill of {T}, MLP half", T * (stream + mlp[False]), T * (stream + mlp[True])),
+    ]
+    buffers = {
+        name: {f"attention.{k}": v for k, v in attention_buffers(*sizes, 1, fused).items()}
+        | {f"mlp.{k}": v for k, v in mlp_buffers(hidden, intermediate, 1, fused).items()}
+        for name, fused in (("fused", True), ("unfused", False))
+    }
+    title = f"E {hidden}, {num_heads}/{num_kv_heads} heads of {head_dim}, I {intermediate}, {layers} layers; float32"
+    return MemoryReport(title, tuple(rows), buffers, partials)
+
+
+def allocate(device: Any, shapes: Shapes) -> dict[str, Any]:
+    """The buffers on a device."""
+    return {name: device.empty(shape) for name, shape in shapes.items()}

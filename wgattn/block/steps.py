@@ -1,0 +1,132 @@
+"""Feeding rows of activations to the recordings of a block: one token in one replay, many in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..attention.arguments import floating
+from ..errors import ArgumentError, CapacityError, ShapeError
+from ..gpu import Device, DeviceProfile, Readback, Recording, StepInput, StepState, Tensor
+from .linear import padded
+
+Array = Any
+Record = Callable[[Recording, Mapping[str, Any], int, int], None]
+"""(recording, state, tokens, keys at most): appends a block's dispatches. The state has step, h, y, residual, residual_stride."""
+
+
+def chunk_tokens(profile: DeviceProfile, width: int) -> int:
+    """Tokens that one replay computes, where a row of the widest buffer has `width` floats; pure.
+
+    A CPU gains nothing from more than 64, a GPU needs them to be busy; a small binding limit may allow fewer.
+    """
+    fits = profile.max_binding // (4 * width)
+    if not fits:
+        raise CapacityError(f"One token takes {4 * width} bytes of activations; {profile.name} can bind {profile.max_binding}.")
+    return min(64 if profile.software else 256, fits)
+
+
+class Steps:
+    """The recordings of a block of `width` channels in and out, and the buffers around them.
+
+    Decoding is recorded at once, for each of `limits` (positions below which a recording serves); prefill when it is first called.
+    takes_residual: the block adds a residual that it is given; else its own input.
+    """
+
+    def __init__(self, device: Device, width: int, chunk: int, record: Record, *, limits: Sequence[int] = (2**32,), takes_residual: bool = True):
+        self.device, self.width, self.chunk = device, width, chunk
+        self._record, self._takes_residual = record, takes_residual
+        self._input = StepInput(device, {"x": padded(width)} | ({"residual": width} if takes_residual else {}))
+        self._out = device.empty((1, width))
+        self._readback = Readback(self._out)
+        state = self._state(self._input.step, self._input["x"], self._input["residual"] if takes_residual else None, self._out)
+        self._decode = [(limit, self._recorded(state, 1, limit)) for limit in limits]
+        self._chunk: tuple[StepState, dict[str, Any], Recording] | None = None
+
+    def _state(self, step: Any, x: Any, residual: Any, y: Tensor) -> dict[str, Any]:
+        stride = padded(self.width) if residual is None else self.width
+        return {"step": step, "h": x, "residual": x if residual is None else residual, "residual_stride": stride, "y": y}
+
+    def _recorded(self, state: Mapping[str, Any], tokens: int, limit: int) -> Recording:
+        recording = Recording(self.device)
+        self._record(recording, state, tokens, limit)
+        return recording
+
+    def recording(self, position: int) -> Recording:
+        """What a decode step at this position replays."""
+        return next(recording for limit, recording in self._decode if position < limit)
+
+    # ---- what comes in
+
+    def checked(self, name: str, array: Array, tokens: int | None = None) -> Array:
+        """(T, width) floating, on the host or a float32 tensor of this device; ShapeError, TypeError, ArgumentError for anything else."""
+        if isinstance(array, Tensor):
+            if array.device is not self.device:
+                raise ArgumentError(f"{name} is on another device ({array.device}); copy it there first.")
+            if array.dtype != np.float32:
+                raise TypeError(f"{name} is a tensor of {array.dtype}; it must be float32.")
+        array = floating(name, array)
+        if array.ndim != 2 or array.shape[1] != self.width or not array.shape[0] or (tokens is not None and array.shape[0] != tokens):
+            rows = "T" if tokens is None else tokens
+            raise ShapeError(f"{name} has shape {tuple(array.shape)}; it must be ({rows}, {self.width}){'' if tokens else ' with T of at least 1'}.")
+        return array
+
+    # ---- one token, and many
+
+    def decode(self, position: int, x: Array, residual: Array | None) -> Array:
+        """(1, width): one write, one replay. A tensor in gives the tensor that every step's result goes to."""
+        recording = self.recording(position)
+        self._input.write(position, {"x": x} | ({"residual": residual} if self._takes_residual else {}))
+        if isinstance(x, Tensor):
+            recording.replay(copies=self._input.copies)
+            return self._out
+        recording.replay(copies=self._input.copies, readback=self._readback)
+        return self._readback.numpy().astype(_result_dtype(x), copy=False)
+
+    def prefill(self, position: int, x: Array, residual: Array | None) -> Array:
+        """(T, width) in chunks, the first token at `position`; a tensor of its own, or an array."""
+        step, state, recording = self._chunks()
+        T = x.shape[0]
+        out = self.device.empty((T, self.width)) if isinstance(x, Tensor) else np.empty((T, self.width), np.float32)
+        for first in range(0, T, self.chunk):
+            count = min(self.chunk, T - first)
+            self.device.write(step.buffer, np.array([position + first, count], np.uint32))
+            copies = self._bring(state["h"], x, first, count)
+            if self._takes_residual:
+                copies += self._bring(state["residual"], residual, first, count)
+            recording.replay(copies=copies)
+            if isinstance(out, Tensor):
+                encoder = self.device.gpu.create_command_encoder()
+                encoder.copy_buffer_to_buffer(state["y"].buffer, 0, out.buffer, 4 * first * self.width, 4 * count * self.width)
+                self.device.gpu.queue.submit([encoder.finish()])
+            else:
+                out[first : first + count] = self.device.read(state["y"].buffer, np.float32, count * self.width).reshape(count, -1)
+        return out if isinstance(out, Tensor) else out.astype(_result_dtype(x), copy=False)
+
+    def _chunks(self) -> tuple[StepState, dict[str, Any], Recording]:
+        if self._chunk is None:
+            device, step = self.device, StepState(self.device, 1)
+            residual = device.empty((self.chunk, self.width)) if self._takes_residual else None
+            x, y = device.empty((self.chunk, padded(self.width))), device.empty((self.chunk, self.width))
+            state = self._state(step.step, x, residual, y)
+            self._chunk = step, state, self._recorded(state, self.chunk, 2**32)
+        return self._chunk
+
+    def _bring(self, target: Tensor, source: Array | None, first: int, count: int) -> list[tuple[Any, int, Any, int, int]]:
+        """Rows of the source into the first rows of the target: written, or as copies that the replay has to begin with."""
+        width, stride = self.width, target.shape[1]
+        if isinstance(source, Tensor):
+            if stride == width:
+                return [(source.buffer, 4 * first * width, target.buffer, 0, 4 * count * width)]
+            return [(source.buffer, 4 * (first + t) * width, target.buffer, 4 * t * stride, 4 * width) for t in range(count)]
+        rows = np.zeros((count, stride), np.float32)
+        if source is not None:
+            rows[:, :width] = source[first : first + count]
+        self.device.write(target.buffer, rows)
+        return []
+
+
+def _result_dtype(x: np.ndarray) -> type:
+    return np.float16 if x.dtype == np.float16 else np.float32
