@@ -140,9 +140,7 @@ class Call:
             operands.keys, operands.values = (Rows(device.buffer(16), 0, 0, 0) for _ in range(2))
         PATHS[path].record(recording, p, operands)
         if written is not out:
-            kernel = device.kernel("parts/pack_f16", WORKGROUP=64)
-            groups = grid(-(-out.size // 128), device.profile.max_workgroups)
-            recording.add(kernel, groups, {"values": written, "packed": out}, {"count": out.size}, label="pack f16")
+            record_pack(recording, written, out)
         recording.replay()
         if self.as_tensors:
             return out, lse
@@ -157,6 +155,13 @@ class Call:
         if self.as_tensors:
             return self.device.tensor(out), None if lse is None else self.device.tensor(lse)
         return out, lse
+
+
+def record_pack(recording: Recording, values: Tensor, packed: Tensor) -> None:
+    """Append packed (f16) = values (f32), for outputs of which `packs_output` says so."""
+    groups = grid(-(-packed.size // 128), recording.device.profile.max_workgroups)
+    kernel = recording.device.kernel("parts/pack_f16", WORKGROUP=64)
+    recording.add(kernel, groups, {"values": values, "packed": packed}, {"count": packed.size}, label="pack f16")
 
 
 def prepare(

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, CapacityError, ShapeError
-from ..gpu import Device, Readback, Recording, Slice, StepState, Tensor, default_device
+from ..gpu import Device, Readback, Recording, StepInput, StepState, Tensor, default_device
 from . import split
 from .arguments import FLOATS, checked_mask, checked_softcap, checked_window, finite, floating, mask_first, mask_kind, mask_strides, storable
 from .choose import choose
+from .functional import record_pack
 from .kv_cache import KVCache
 from .paths import PATHS
 from .problem import Operands, Problem, Rows, packs_output
@@ -62,6 +63,7 @@ class AttentionPipeline:
         ):
             if int(number) != number or number < least:
                 raise ArgumentError(f"{name} is {number}; it must be a whole number of at least {least}.")
+        num_heads, num_kv_heads, head_dim, batch, capacity, growth = (int(n) for n in (num_heads, num_kv_heads, head_dim, batch, capacity, growth))
         if num_heads % num_kv_heads:
             raise ShapeError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads: it does not divide.")
         self.device = device or default_device()
@@ -101,24 +103,22 @@ class AttentionPipeline:
     # ---- recordings
 
     def _use(self, cache: KVCache) -> None:
-        """Take a cache, and record the decode step over it."""
-        self.cache = cache
+        """Record the decode step over a cache and take it. What raises here changes nothing."""
         device, p = self.device, replace(self._problem, keys=cache.capacity)
         query, kv = p.batch * p.num_heads * p.head_dim, p.batch * p.num_kv_heads * p.head_dim
-        self._input = _StepInput(device, {"query": query, "new_keys": kv, "new_values": kv})
-        self._out = device.empty((p.batch, 1, p.num_heads, p.head_dim))
-        self._readback = Readback(self._out)
+        given = StepInput(device, {"query": query, "new_keys": kv, "new_values": kv})
+        out = device.empty((p.batch, 1, p.num_heads, p.head_dim))
+        readback = Readback(out)
+        operands = _operands(cache, Rows(given["query"], p.num_heads * p.head_dim, p.head_dim, 0), out)
+        operands.step = given.step
         limits = split.regimes(device.profile) if self._choose(p) == "split" else [2**32]
-        self._decode = []
+        decode = []
         for limit in limits:
             recording, bounded = Recording(device), replace(p, keys=min(limit, cache.capacity))
-            cache.record_append(recording, step=self._input.step, keys=self._input["new_keys"], values=self._input["new_values"], rows=1, dtype="f32")
-            operands = self._operands(Rows(self._input["query"], p.num_heads * p.head_dim, p.head_dim, 0), self._out)
-            PATHS[self._choose(bounded)].record(recording, bounded, replace(operands, step=self._input.step))
-            self._decode.append((limit, recording))
-
-    def _operands(self, query: Rows, out: Tensor) -> Operands:
-        return Operands(query, self.cache.rows(self.cache.keys), self.cache.rows(self.cache.values), Rows.of(out, "bshd"))
+            cache.record_append(recording, step=given.step, keys=given["new_keys"], values=given["new_values"], rows=1, dtype="f32")
+            PATHS[self._choose(bounded)].record(recording, bounded, operands)
+            decode.append((limit, recording))
+        self.cache, self._input, self._out, self._readback, self._decode = cache, given, out, readback, decode
 
     @property
     def dispatches_per_token(self) -> int:
@@ -160,21 +160,21 @@ class AttentionPipeline:
         self.cache.record_append(recording, step=state.step, **new, rows=S, dtype=FLOATS[k.dtype.name])
         out = device.empty(q.shape, np.float16 if p.dtype == "f16" else np.float32)
         written = device.empty(q.shape) if packs_output(p) else out
-        operands = self._operands(Rows.of(on_device[0], "bshd"), written)
+        operands = _operands(self.cache, Rows.of(on_device[0], "bshd"), written)
         if mask is not None:
             operands.mask = mask if isinstance(mask, Tensor) else device.tensor(*storable(mask))
             operands.mask_strides, operands.mask_first = mask_strides(mask.shape), mask_first(mask.shape, p.keys)
         PATHS[path].record(recording, p, operands)
+        if written is not out:
+            record_pack(recording, written, out)
         recording.replay()
         self.length += S
-        if isinstance(q, Tensor):
-            return out if written is out else device.tensor(written.numpy().astype(np.float16))
-        return written.numpy().astype(np.float16 if p.dtype == "f16" else np.float32, copy=False)
+        return out if isinstance(q, Tensor) else out.numpy()
 
     def decode(self, q: Array, k: Array, v: Array) -> Array:
         """Append one position and attend: q (B, 1, H, D), k and v (B, 1, Hkv, D) to (B, 1, H, D). One replay; makes no GPU object.
 
-        Raises as `prefill` does.
+        For a tensor the result is the same tensor every time: the next step overwrites it. Raises as `prefill` does.
         """
         q, k, v = self._checked(q, k, v)
         if q.shape[1] != 1:
@@ -198,7 +198,7 @@ class AttentionPipeline:
 
     def truncate(self, n: int) -> None:
         """Keep the first n positions. ArgumentError when there are fewer."""
-        if not 0 <= n <= self.length:
+        if not 0 <= n <= self.length or int(n) != n:
             raise ArgumentError(f"The sequence has {self.length} positions; it cannot be truncated to {n}.")
         self.length = int(n)
 
@@ -268,32 +268,5 @@ class AttentionPipeline:
         return arrays
 
 
-class _StepInput:
-    """The inputs of a decode step and its state in one buffer, so that one write brings all of them."""
-
-    def __init__(self, device: Device, sizes: dict[str, int]):
-        self.device = device
-        self._slices, end = {}, 256
-        for name, count in sizes.items():
-            self._slices[name] = (end, count)
-            end += -(-4 * count // 256) * 256
-        self._host = np.zeros(end // 4, np.float32)
-        self._buffer = device.buffer(end, uniform=True)
-        self.step = Slice(self._buffer, 0, 16)
-        self.copies: list[tuple[Any, int, Any, int, int]] = []
-        """Copies on the device, (from, offset, to, offset, bytes), that the next replay has to begin with."""
-
-    def __getitem__(self, name: str) -> Slice:
-        offset, count = self._slices[name]
-        return Slice(self._buffer, offset, -(-4 * count // 16) * 16)
-
-    def write(self, position: int, arrays: dict[str, Array]) -> None:
-        self._host[:2].view(np.uint32)[:] = position, 1
-        self.copies = []
-        for name, array in arrays.items():
-            offset, count = self._slices[name]
-            if isinstance(array, Tensor):
-                self.copies.append((array.buffer, 0, self._buffer, offset, 4 * count))
-            else:
-                self._host[offset // 4 : offset // 4 + count] = array.reshape(-1)
-        self.device.write(self._buffer, self._host)
+def _operands(cache: KVCache, query: Rows, out: Tensor) -> Operands:
+    return Operands(query, cache.rows(cache.keys), cache.rows(cache.values), Rows.of(out, "bshd"))
