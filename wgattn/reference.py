@@ -26,6 +26,25 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     return y if bias is None else y + np.asarray(bias, np.float64)
 
 
+def quantize_int8(x: Array) -> Array:
+    """x (..., columns), a multiple of 32, rounded to int8 codes with a float32 scale for 32 columns, and back; ties go to the even code."""
+    blocks = np.asarray(x, np.float32).reshape(*np.shape(x)[:-1], -1, 32)
+    highest = np.abs(blocks).max(-1, keepdims=True)
+    tiny = highest <= 1e-35
+    codes = np.where(tiny, 0, np.round(blocks * (np.float32(127) / np.where(tiny, 1, highest))))
+    return (codes.astype(np.float64) * (highest / np.float32(127))).reshape(np.shape(x))
+
+
+def linear_int8(x: Array, weight: Array, bias: Array | None = None, gamma: Array | None = None, eps: float = 1e-5) -> Array:
+    """`linear` of activations rounded by `quantize_int8`. With gamma, of rms_norm(x): x * gamma is rounded, the norm's scale is applied at the end."""
+    if gamma is None:
+        return linear(quantize_int8(x), weight, bias)
+    x = np.asarray(x, np.float64)
+    scale = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+    y = linear(quantize_int8(np.asarray(x, np.float32) * np.asarray(gamma, np.float32)), weight) * scale
+    return y if bias is None else y + np.asarray(bias, np.float64)
+
+
 def silu(x: Array) -> Array:
     """x / (1 + e^-x)."""
     x = np.asarray(x, np.float64)
@@ -163,16 +182,19 @@ def merge_state(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> tuple[Arr
 
 
 def attention_block(x: Array, weights: Mapping[str, Array], *, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, rope: Mapping[str, Any] | None,
-                    past: tuple[Array, Array] | None = None) -> tuple[Array, Array, Array]:  # fmt: skip
+                    past: tuple[Array, Array] | None = None, int8: bool = False) -> tuple[Array, Array, Array]:  # fmt: skip
     """wo . attention(norm(x)) + bo for x (T, E) behind a past of keys and values (Hkv, P, D): (out (T, E), keys (Hkv, P + T, D), values).
 
     weights: norm, wq, wk, wv, wo, optional bq bk bv bo q_norm k_norm, as in `wgattn.FusedAttention`. rope: keywords of `apply_rope`, or None.
+    int8: all projections are `linear_int8`.
     """
     T, P = len(x), 0 if past is None else past[0].shape[1]
     n = rms_norm(x, weights["norm"], eps)
+    project = linear_int8 if int8 else linear
     heads = []
     for m, count in (("q", num_heads), ("k", num_kv_heads), ("v", num_kv_heads)):
-        rows = linear(n, weights[f"w{m}"], weights.get(f"b{m}")).reshape(T, count, head_dim)
+        weight, bias = weights[f"w{m}"], weights.get(f"b{m}")
+        rows = (linear_int8(x, weight, bias, weights["norm"], eps) if int8 else linear(n, weight, bias)).reshape(T, count, head_dim)
         if m != "v" and weights.get(f"{m}_norm") is not None:
             rows = rms_norm(rows, weights[f"{m}_norm"], eps)
         if m != "v" and rope is not None:
@@ -180,11 +202,14 @@ def attention_block(x: Array, weights: Mapping[str, Array], *, num_heads: int, n
         heads.append(rows.swapaxes(0, 1))
     keys, values = (new if past is None else np.concatenate([old, new], axis=1) for old, new in zip(past or (None, None), heads[1:], strict=True))
     out, _ = attention(heads[0][None], keys[None], values[None], is_causal=True)
-    return linear(out[0].swapaxes(0, 1).reshape(T, -1), weights["wo"], weights.get("bo")), keys, values
+    return project(out[0].swapaxes(0, 1).reshape(T, -1), weights["wo"], weights.get("bo")), keys, values
 
 
-def mlp(x: Array, weights: Mapping[str, Array], eps: float) -> Array:
-    """down . (silu(gate . n + b_gate) * (up . n + b_up)) + b_down with n = rms_norm(x), for x (T, E)."""
+def mlp(x: Array, weights: Mapping[str, Array], eps: float, int8: bool = False) -> Array:
+    """down . (silu(gate . n + b_gate) * (up . n + b_up)) + b_down with n = rms_norm(x), for x (T, E). int8: all projections are `linear_int8`."""
+    if int8:
+        gate, up = (linear_int8(x, weights[name], weights.get(f"b_{name}"), weights["norm"], eps) for name in ("gate", "up"))
+        return linear_int8(silu(gate) * up, weights["down"], weights.get("b_down"))
     n = rms_norm(x, weights["norm"], eps)
     hidden = silu(linear(n, weights["gate"], weights.get("b_gate"))) * linear(n, weights["up"], weights.get("b_up"))
     return linear(hidden, weights["down"], weights.get("b_down"))

@@ -89,6 +89,51 @@ class ChosenAttention:
         PATHS[self.path].record(recording, p, operands)
 
 
+class QkvProjection:
+    """Norm, QKV projections, RoPE and KV append: the weights on the device, and the recording of the dispatch (one for each run of a kind).
+
+    Args and errors as `AttentionBlock`.
+    """
+
+    def __init__(self, device: Device, weights: Mapping[str, Any], geometry: Geometry, rope: Rope | None, arithmetic: str = "exact"):
+        geometry.check(rope)
+        self.geometry, self.rope, self.arithmetic = geometry, rope, arithmetic
+        self.gamma = device.tensor(pad_vector(weights["norm"]))
+        orders = [pair_order(rope, geometry.num_heads, geometry.head_dim), pair_order(rope, geometry.num_kv_heads, geometry.head_dim), None]
+        self.head_gamma = head_gamma(device, weights, geometry, rope)
+        unit = 4 if self.head_gamma is None else geometry.head_dim
+        self.matrices = _stack_by_kind(device, [weights["wq"], weights["wk"], weights["wv"]], orders, unit)
+        self.bias = _stack_bias(device, weights, orders)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(m.nbytes for m, _ in self.matrices) + sum(t.nbytes for t in (self.gamma, self.bias, self.head_gamma) if t is not None)
+
+    def record(self, recording: Recording, cache: KVCache, state: Mapping[str, Any], tokens: int) -> None:
+        """Append the dispatches: `query` of the state and the tokens' rows of the cache. State as for `AttentionBlock`."""
+        g = self.geometry
+        for matrix, first_row in self.matrices:
+            record_linear(
+                recording,
+                matrix,
+                step=state["step"],
+                x=state["h"],
+                output="qkv",
+                outputs={"rope": state["rope"], "query": state["query"], "keys": cache.keys, "values": cache.values},
+                parts=(cache.store_part,),
+                options={**g.kernel_options, **rope_options(self.rope)},
+                tokens=tokens,
+                y_stride=state["query"].shape[1],
+                first_row=first_row,
+                gamma=self.gamma,
+                eps=g.eps,
+                bias=self.bias,
+                head_gamma=self.head_gamma,
+                arithmetic=resolve(recording.device, matrix, tokens, self.arithmetic),
+                label="norm, QKV, RoPE, KV append",
+            )
+
+
 class AttentionBlock:
     """The weights of one layer's attention half, on the device, and the recording of its dispatches.
 
@@ -103,31 +148,24 @@ class AttentionBlock:
     """
 
     def __init__(self, device: Device, weights: Mapping[str, Any], geometry: Geometry, rope: Rope | None, arithmetic: str | tuple[str, str] = "exact"):
-        geometry.check(rope)
-        self.geometry, self.rope = geometry, rope
-        self.arithmetic = (arithmetic, arithmetic) if isinstance(arithmetic, str) else arithmetic
-        self.gamma = device.tensor(pad_vector(weights["norm"]))
-        orders = [pair_order(rope, geometry.num_heads, geometry.head_dim), pair_order(rope, geometry.num_kv_heads, geometry.head_dim), None]
-        self.head_gamma = head_gamma(device, weights, geometry, rope)
-        unit = 4 if self.head_gamma is None else geometry.head_dim
-        self.qkv = _stack_by_kind(device, [weights["wq"], weights["wk"], weights["wv"]], orders, unit)
-        self.bias = _stack_bias(device, weights, orders)
+        of_qkv, self.arithmetic = (arithmetic, arithmetic) if isinstance(arithmetic, str) else arithmetic
+        self.geometry = geometry
+        self.qkv = QkvProjection(device, weights, geometry, rope, of_qkv)
         self.wo = Matrix(device, weights["wo"])
         self.bo = device.tensor(weights["bo"]) if weights.get("bo") is not None else None
 
     @property
     def nbytes(self) -> int:
-        vectors = [t for t in (self.gamma, self.bias, self.bo, self.head_gamma) if t is not None]
-        return sum(m.nbytes for m, _ in self.qkv) + self.wo.nbytes + sum(t.nbytes for t in vectors)
+        return self.qkv.nbytes + self.wo.nbytes + (0 if self.bo is None else self.bo.nbytes)
 
     def record(self, recording: Recording, attention: StepAttention, cache: KVCache, state: Mapping[str, Any], tokens: int) -> None:
         """Append h += wo . attention(norm(h)) for up to `tokens` tokens, writing their rows of the cache.
 
         state: `step`, the residual stream `h` (tokens, padded E), scratch `query` and `attended` (tokens, padded H*D), which may be one tensor
-        for a `ChosenAttention`, the table `rope`. With `y` (tokens, any stride) in it: y = residual + wo . attention(norm(h)), where `residual`
-        has the same stride, and may be y.
+        for a `ChosenAttention`, the table `rope`. With `y` (tokens, any stride) in it: y = residual + wo . attention(norm(h)); `residual` may be
+        y, else its rows are `residual_stride` long.
         """
-        record_qkv(recording, self, cache, state, tokens)
+        self.qkv.record(recording, cache, state, tokens)
         attention.record(recording, step=state["step"], query=state["query"], cache=cache, out=state["attended"])
         record_linear(
             recording,
@@ -137,33 +175,8 @@ class AttentionBlock:
             tokens=tokens,
             bias=self.bo,
             label="output projection, residual",
-            arithmetic=resolve(recording.device, self.wo, tokens, self.arithmetic[1]),
+            arithmetic=resolve(recording.device, self.wo, tokens, self.arithmetic),
             **residual_output(state),
-        )
-
-
-def record_qkv(recording: Recording, block: AttentionBlock, cache: KVCache, state: Mapping[str, Any], tokens: int) -> None:
-    """Append norm, QKV projections, RoPE and KV append: `query` of the state and rows of the cache."""
-    g, rope = block.geometry, block.rope
-    for matrix, first_row in block.qkv:
-        record_linear(
-            recording,
-            matrix,
-            step=state["step"],
-            x=state["h"],
-            output="qkv",
-            outputs={"rope": state["rope"], "query": state["query"], "keys": cache.keys, "values": cache.values},
-            parts=(cache.store_part,),
-            options={**g.kernel_options, **rope_options(rope)},
-            tokens=tokens,
-            y_stride=state["query"].shape[1],
-            first_row=first_row,
-            gamma=block.gamma,
-            eps=g.eps,
-            bias=block.bias,
-            head_gamma=block.head_gamma,
-            arithmetic=resolve(recording.device, matrix, tokens, block.arithmetic[0]),
-            label="norm, QKV, RoPE, KV append",
         )
 
 

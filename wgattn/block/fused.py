@@ -11,7 +11,7 @@ import numpy as np
 from ..attention.kv_cache import KVCache
 from ..attention.split import regimes
 from ..errors import ArgumentError, CapacityError
-from ..gpu import Device, Recording, Tensor, default_device
+from ..gpu import Device, DeviceProfile, Recording, Tensor, default_device
 from . import arithmetic as arithmetics
 from .attention_block import AttentionBlock, ChosenAttention, Geometry
 from .linear import padded
@@ -69,7 +69,7 @@ class FusedAttention:
         store = KVCache(self.device, num_kv_heads, head_dim, int(capacity), kv_dtype)
         table = None if rope is None else self.device.tensor(rope.table(store.capacity))
         block = (AttentionBlock if fused else UnfusedAttentionBlock)(self.device, weights, geometry, rope, arithmetic)
-        self._steps = attention_steps(block, store, table, weights["norm"].size, fused=fused)
+        self._steps = attention_steps(block, store, table, weights["norm"].size, fused=fused).prepare_decode()
         self.cache = CacheView(self, store)
 
     @property
@@ -171,7 +171,7 @@ class FusedMLP:
         weights = mlp_weights(weights)
         self.device = device or default_device()
         block = (MlpBlock if fused else UnfusedMlpBlock)(self.device, weights, float(eps), arithmetic)
-        self._steps = mlp_steps(self.device, block, weights["norm"].size, fused=fused)
+        self._steps = mlp_steps(self.device, block, weights["norm"].size, fused=fused).prepare_decode()
 
     @property
     def dispatches_per_token(self) -> int:
@@ -210,8 +210,8 @@ def mlp_weights(weights: Mapping[str, Any]) -> dict[str, Any]:
     return {"norm": norm, "gate": gate, "up": matrix("up", found["up"], (hidden, E)), "down": matrix("down", found["down"], (E, hidden))} | vectors
 
 
-def attention_steps(block: Any, cache: KVCache, table: Tensor | None, width: int, *, fused: bool = True) -> Steps:
-    """Recordings of an attention half of `width` channels over a cache; the table has (cos, sin) of every position."""
+def attention_steps(block: Any, cache: KVCache, table: Tensor | None, width: int, *, fused: bool = True, tokens: int | None = None) -> Steps:
+    """Recordings of an attention half of `width` channels over a cache; the table has (cos, sin) of every position. At most `tokens` come at once."""
     device, g = cache.device, block.geometry
     rope = device.empty((4,)) if table is None else table
     scratch: dict[int, dict[str, Any]] = {}
@@ -224,13 +224,13 @@ def attention_steps(block: Any, cache: KVCache, table: Tensor | None, width: int
         block.record(recording, attention, cache, {**state, **scratch[tokens], "attended": attended, "rope": rope}, tokens)
 
     limits = regimes(device.profile) if ChosenAttention(device.profile, g, 1, cache.capacity).path == "split" else [2**32]
-    chunk = attention_chunk(device.profile, g, width, cache.capacity)
+    chunk = attention_chunk(device.profile, width, g.num_heads * g.head_dim, tokens or cache.capacity)
     return Steps(device, width, chunk, record, limits=limits)
 
 
-def attention_chunk(profile: Any, geometry: Geometry, width: int, capacity: int) -> int:
-    """Tokens that a replay of an attention half computes."""
-    return min(capacity, chunk_tokens(profile, padded(max(width, geometry.num_heads * geometry.head_dim))))
+def attention_chunk(profile: DeviceProfile, width: int, query_width: int, tokens: int) -> int:
+    """Tokens that a replay of an attention half computes, where at most `tokens` come."""
+    return min(tokens, chunk_tokens(profile, padded(max(width, query_width))))
 
 
 def mlp_steps(device: Device, block: Any, width: int, *, fused: bool = True) -> Steps:

@@ -104,18 +104,31 @@ class MemoryReport:
 
 
 def memory_report(
-    hidden: int, layers: int, seq_len: int, *, num_heads: int, num_kv_heads: int, head_dim: int, intermediate: int, splits: int = 1
+    hidden: int,
+    layers: int,
+    seq_len: int,
+    *,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    head_dim: int = 64,
+    intermediate: int | None = None,
+    splits: int = 1,
 ) -> MemoryReport:
     """What fusing a transformer block saves in activations, in the bytes of the buffers that our fused and unfused recordings allocate.
 
     Args:
-        hidden: E. layers: of the model. seq_len: tokens of a prefill that is computed at once. intermediate: I of the MLP.
+        hidden: E. layers: of the model. seq_len: tokens of a prefill that is computed at once.
+        num_heads: default hidden / head_dim; num_kv_heads: default half of that; intermediate: I of the MLP, default 4 * hidden.
         splits: parts that decode attention divides its keys into; their partial results are memory that fusion does not save.
 
     The prefill rows count what the original operator keeps besides: a head-major copy of the attended heads, and, in the row that says so, a
     matrix of scores and one of probabilities. "whole model" compares every layer having buffers of its own with one set that all layers share.
     """
-    for name, number in {"hidden": hidden, "layers": layers, "seq_len": seq_len, "intermediate": intermediate, "splits": splits}.items():
+    num_heads = hidden // head_dim if num_heads is None else num_heads
+    num_kv_heads = max(1, num_heads // 2) if num_kv_heads is None else num_kv_heads
+    intermediate = 4 * hidden if intermediate is None else intermediate
+    numbers = {"hidden": hidden, "layers": layers, "seq_len": seq_len, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    for name, number in (numbers | {"intermediate": intermediate, "splits": splits}).items():
         if int(number) != number or number < 1:
             raise ArgumentError(f"{name} is {number}; it must be a whole number of at least 1.")
     sizes = (hidden, num_heads, num_kv_heads, head_dim)

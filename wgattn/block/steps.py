@@ -31,19 +31,24 @@ def chunk_tokens(profile: DeviceProfile, width: int) -> int:
 class Steps:
     """The recordings of a block of `width` channels in and out, and the buffers around them.
 
-    Decoding is recorded at once, for each of `limits` (positions below which a recording serves); prefill when it is first called.
+    Decoding is recorded for each of `limits` (positions below which a recording serves) by `prepare_decode`; prefill when it is first called.
     takes_residual: the block adds a residual that it is given; else its own input.
     """
 
     def __init__(self, device: Device, width: int, chunk: int, record: Record, *, limits: Sequence[int] = (2**32,), takes_residual: bool = True):
-        self.device, self.width, self.chunk = device, width, chunk
+        self.device, self.width, self.chunk, self._limits = device, width, chunk, limits
         self._record, self._takes_residual = record, takes_residual
-        self._input = StepInput(device, {"x": padded(width)} | ({"residual": width} if takes_residual else {}))
-        self._out = device.empty((1, width))
-        self._readback = Readback(self._out)
-        state = self._state(self._input.step, self._input["x"], self._input["residual"] if takes_residual else None, self._out)
-        self._decode = [(limit, self._recorded(state, 1, limit)) for limit in limits]
+        self._decode: list[tuple[int, Recording]] = []
         self._chunk: tuple[StepState, dict[str, Any], Recording] | None = None
+
+    def prepare_decode(self) -> Steps:
+        """Make every object that a decode step needs; returns the steps."""
+        self._input = StepInput(self.device, {"x": padded(self.width)} | ({"residual": self.width} if self._takes_residual else {}))
+        self._out = self.device.empty((1, self.width))
+        self._readback = Readback(self._out)
+        state = self._state(self._input.step, self._input["x"], self._input["residual"] if self._takes_residual else None, self._out)
+        self._decode = [(limit, self._recorded(state, 1, limit)) for limit in self._limits]
+        return self
 
     def _state(self, step: Any, x: Any, residual: Any, y: Tensor) -> dict[str, Any]:
         stride = padded(self.width) if residual is None else self.width
