@@ -5,10 +5,10 @@
 struct Params { vocab: u32, ring: u32 }
 
 const NONE = 0xffffffffu;                        // no logit was a number
-const LOWEST = -3.4028235e38;
+const LOWEST = -3.4028234e38;
 
 var<uniform> params: Params;
-var<storage, read> logits: array<f32>;           // (vocab)
+var<storage, read> logits: array<vec4<f32>>;     // (vocab, padded to 4)
 var<storage, read_write> state: array<u32>;      // the step buffer: position, count, ..., token ids
 var<storage, read_write> history: array<u32>;    // (ring) the token at position p is at p % ring
 var<workgroup> best_value: array<f32, WORKGROUP>;
@@ -18,12 +18,14 @@ var<workgroup> best_id: array<u32, WORKGROUP>;
 fn main(@builtin(local_invocation_index) index: u32) {
   var value = LOWEST;
   var id = NONE;
-  for (var i = index; i < params.vocab; i += WORKGROUP) {
+  for (var i = index; i < (params.vocab + 3u) / 4u; i += WORKGROUP) {
     let v = logits[i];
-    if (v > value || (id == NONE && v == value)) {
-      value = v;
-      id = i;
+    //@ unroll c in 0..4
+    if (i * 4u + $cu < params.vocab && (v[$c] > value || (id == NONE && v[$c] == value))) {
+      value = v[$c];
+      id = i * 4u + $cu;
     }
+    //@ end
   }
   best_value[index] = value;
   best_id[index] = id;

@@ -357,7 +357,7 @@ HEADS = {
     "four channels": Heads(2, 1, 4, 4, False, kinds=("F16", "F16", "F16"), norm=False),
     "four channels, f16": Heads(7, 7, 4, 4, True, "f16", ("F32", "F32", "F32")),
     "three formats": Heads(8, 1, 64, 64, True, "f16", ("Q4_0", "Q4_1", "Q5_0"), bias=True),
-    "two formats": Heads(9, 3, 64, 32, False, "f32", ("Q4_0", "Q4_0", "Q8_0"), norm=False, bias=True),
+    "two formats": Heads(9, 3, 20, 8, False, "f32", ("Q4_0", "Q4_0", "Q8_0"), norm=False, bias=True),
 }
 
 
@@ -388,7 +388,7 @@ def run_qkv(device: Device, rng: np.random.Generator, g: Heads, tokens: int, cou
     options = {"HEADS": g.heads, "KV_HEADS": g.kv_heads, "HEAD_DIM": g.dim, "ROTARY": g.rotary, "PAIR_DISTANCE": rope.pair_distance}
     state.write(position, [0] * count)
     dirty_workgroup_memory(device)
-    for matrix, first in runs:
+    for matrix, first in reversed(runs):  # so that what a matrix writes beyond its rows stays seen
         record(device, Matrix(device, matrix, 4), case, given, state, outputs, parts=(cache.store_part,), options=options, first_row=first, y_stride=g.heads * g.dim).replay()
     place = {"geometry": g, "tokens": tokens, "count": count, "position": position, "capacity": capacity, "device": device.profile}
     after, canary = split_canary(query, (tokens, g.heads, g.dim))
@@ -469,7 +469,7 @@ def test_the_shape_suits_the_kernel(device: Device):
                             s = choose_linear(profile, rows, columns, tokens)
                             where = (s, profile, rows, columns, tokens)
                             assert s.lanes & (s.lanes - 1) == 0, where
-                            assert s.lanes <= max(1, padded(columns) // 16), where
+                            assert s.lanes < 2 * max(1, padded(columns) // 16), where
                             assert s.workgroup <= invocations, where
                             assert s.workgroup % s.lanes == 0, where
                             assert s.rows % 4 == 0, where

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CapacityError
-from ..gpu import Device, DeviceProfile, Recording, grid
+from ..gpu import Device, DeviceProfile, Recording, grid, power_of_two
 from .quant import CHUNK, QuantizedTensor, rows_that_fit
 
 
@@ -51,6 +51,10 @@ class Matrix:
         return iter(self.pieces)
 
 
+_GPU_LANES = 131072
+"""Invocations that keep a large GPU's loads in flight: fewer rows get more lanes each."""
+
+
 @dataclass(frozen=True)
 class LinearShape:
     """How `block/linear.wgsl` divides its work: `lanes` invocations share `rows` rows for `tokens` tokens."""
@@ -69,17 +73,18 @@ def choose_linear(profile: DeviceProfile, rows: int, columns: int, tokens: int, 
     """
     if head_dim:
         free = choose_linear(profile, rows, columns, tokens)
-        lanes = min(free.lanes, 1 << ((4 * profile.max_invocations // head_dim).bit_length() - 1)) if 4 * profile.max_invocations >= head_dim else 0
-        if not lanes:
+        most = 4 * profile.max_invocations // head_dim
+        if not most:
             raise CapacityError(f"Heads of {head_dim} rows need workgroups of {head_dim // 4}; {profile.name} allows {profile.max_invocations}.")
+        lanes = min(free.lanes, power_of_two(most))
         return LinearShape(lanes, 4, free.tokens, lanes * head_dim // 4)
     if profile.software:
         workgroup = 64 if rows >= 8192 else 16
         return LinearShape(1, 4, 1, workgroup) if tokens == 1 else LinearShape(1, 8, 4, 8)
-    chunks = padded(columns) // CHUNK
-    widest = max(1, min(32 if tokens == 1 else 8, profile.subgroup_size or 8, chunks))
-    lanes = 1 << (widest.bit_length() - 1)
-    return LinearShape(lanes, 4, 1 if tokens == 1 else 4, min(64, profile.max_invocations))
+    chunks, teams = padded(columns) // CHUNK, -(-rows // 4)
+    most = 8 if tokens > 1 else 256 if profile.subgroup_size else 16  # adding up without subgroups takes two barriers a doubling
+    lanes = min(most, power_of_two(2 * chunks - 1), max(8, power_of_two(_GPU_LANES // teams)), power_of_two(profile.max_invocations))
+    return LinearShape(lanes, 4, 1 if tokens == 1 else 4, max(lanes, min(64 if lanes <= 32 else 128, profile.max_invocations)))
 
 
 def record_linear(

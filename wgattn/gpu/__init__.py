@@ -2,7 +2,7 @@
 
 from .device import Device, default_device
 from .kernel import Kernel
-from .profile import DeviceProfile
+from .profile import DeviceProfile, power_of_two
 from .recording import Readback, Recording, StepState, grid
 from .shader import Part
 from .step_input import StepInput
@@ -23,4 +23,5 @@ __all__ = [
     "default_device",
     "grid",
     "list_adapters",
+    "power_of_two",
 ]

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from .device import Device
 
 
+def power_of_two(n: int) -> int:
+    """The largest power of two that is not above n; 1 for less than 1."""
+    return 1 << (max(n, 1).bit_length() - 1)
+
+
 @dataclass(frozen=True)
 class DeviceProfile:
     """Facts that kernels are chosen by. Sizes in bytes."""

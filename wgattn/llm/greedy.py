@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from ..errors import DeviceError
-from ..gpu import Device, Readback, Recording, StepState, Tensor
+from ..gpu import Device, Readback, Recording, StepState, Tensor, power_of_two
 
 _RING = 256
 """Tokens that the device keeps for the host."""
@@ -25,13 +25,13 @@ class GreedyLoop:
 
     Args:
         recordings: (limit, recording) each: the recording of a step at lengths below the limit.
-        logits: (vocab,) float32 that a step leaves. state: the step buffer that its kernels read.
+        logits: (vocab,) float32 that a step leaves, in a buffer padded to a multiple of 4. state: the step buffer that its kernels read.
     """
 
     def __init__(self, device: Device, recordings: list[tuple[int, Recording]], logits: Tensor, state: StepState):
         self._state = state
         self._history = device.empty((_RING,), np.uint32)
-        kernel = device.kernel("llm/argmax", WORKGROUP=min(256, device.profile.max_invocations), TOKENS_AT=state.tokens_at)
+        kernel = device.kernel("llm/argmax", WORKGROUP=power_of_two(min(1024, device.profile.max_invocations)), TOKENS_AT=state.tokens_at)
         buffers = {"logits": logits, "state": state.buffer, "history": self._history}
         self._recordings = []
         for limit, step in recordings:

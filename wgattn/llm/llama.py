@@ -18,7 +18,7 @@ from ..block.mlp import MlpBlock
 from ..block.quant import QuantizedTensor
 from ..block.rope import Rope
 from ..errors import ArgumentError, CapacityError, FormatError, Unsupported
-from ..gpu import Device, DeviceProfile, Readback, Recording, StepState, default_device
+from ..gpu import Device, DeviceProfile, Readback, Recording, StepState, Tensor, default_device
 from .gguf import ModelFile, find_model
 from .greedy import GreedyLoop
 from .sample import check_options, sample
@@ -205,7 +205,7 @@ class Llama:
             "hidden": device.empty(shape(c.hidden_dim)),
             "rope": device.tensor(self.rope.table(self.capacity)),
         }
-        self.logits = device.empty((c.vocab_size,))
+        self.logits = Tensor(device, (c.vocab_size,), np.dtype(np.float32), device.empty((padded(c.vocab_size),)).buffer)
         self._readback = Readback(self.logits)
         limits = regimes(device.profile)
         self._prefill = self._recording(self.chunk, self.capacity, output=False)

@@ -16,7 +16,7 @@ var<uniform> params: Params;
 
 const WIDTH = (HEAD_DIM + 3u) / 4u;              // vec4s in a row of queries or keys
 const VALUE_WIDTH = (VALUE_DIM + 3u) / 4u;       // vec4s in a row of values or outputs
-const LOWEST = -3.4028235e38;                    // the score of a key that is not seen; infinities are not portable
+const LOWEST = -3.4028234e38;                    // the score of a key that is not seen; infinities are not portable
 const LOG2E = 1.4426950408889634;
 
 fn key_position(b: u32, i: u32) -> i32 { return i32(i) + select(0, i32(key_count(b)) - i32(query_count()), params.bottom_right != 0u); }
