@@ -98,19 +98,19 @@ def test_more_rows_than_a_grid_is_long(rng):
         assert_close(ours, theirs, max_error=4e-6)
 
 
-O, LSE = np.zeros((3, 5, 8), F32), np.zeros((3, 5), F32)
+OUT, LSE = np.zeros((3, 5, 8), F32), np.zeros((3, 5), F32)
 
 REFUSED = {
-    "outputs of different shapes": (ShapeError, lambda d: wgattn.merge_state(O, LSE, O[:2], LSE)),
-    "outputs of different width": (ShapeError, lambda d: wgattn.merge_state(O, LSE, O[..., :7], LSE)),
-    "an lse of the outputs' shape": (ShapeError, lambda d: wgattn.merge_state(O, O, O, LSE)),
-    "an lse with a last axis of 1": (ShapeError, lambda d: wgattn.merge_state(O, LSE, O, LSE[..., None])),
+    "outputs of different shapes": (ShapeError, lambda d: wgattn.merge_state(OUT, LSE, OUT[:2], LSE)),
+    "outputs of different width": (ShapeError, lambda d: wgattn.merge_state(OUT, LSE, OUT[..., :7], LSE)),
+    "an lse of the outputs' shape": (ShapeError, lambda d: wgattn.merge_state(OUT, OUT, OUT, LSE)),
+    "an lse with a last axis of 1": (ShapeError, lambda d: wgattn.merge_state(OUT, LSE, OUT, LSE[..., None])),
     "numbers": (ShapeError, lambda d: wgattn.merge_state(F32(0), F32(0), F32(0), F32(0))),
-    "outputs of integers": (TypeError, lambda d: wgattn.merge_state(O.astype(int), LSE, O, LSE)),
-    "an lse of complex numbers": (TypeError, lambda d: wgattn.merge_state(O, LSE, O, LSE.astype(complex))),
-    "an lse tensor of f16": (TypeError, lambda d: wgattn.merge_state(O, d[0].tensor(LSE, F16), O, LSE)),
-    "tensors of two devices": (ArgumentError, lambda d: wgattn.merge_state(d[0].tensor(O), LSE, d[1].tensor(O), LSE)),
-    "tensors of another device than the call's": (ArgumentError, lambda d: wgattn.merge_state(d[0].tensor(O), LSE, O, LSE, device=d[1])),
+    "outputs of integers": (TypeError, lambda d: wgattn.merge_state(OUT.astype(int), LSE, OUT, LSE)),
+    "an lse of complex numbers": (TypeError, lambda d: wgattn.merge_state(OUT, LSE, OUT, LSE.astype(complex))),
+    "an lse tensor of f16": (TypeError, lambda d: wgattn.merge_state(OUT, d[0].tensor(LSE, F16), OUT, LSE)),
+    "tensors of two devices": (ArgumentError, lambda d: wgattn.merge_state(d[0].tensor(OUT), LSE, d[1].tensor(OUT), LSE)),
+    "tensors of another device than the call's": (ArgumentError, lambda d: wgattn.merge_state(d[0].tensor(OUT), LSE, OUT, LSE, device=d[1])),
 }
 
 
