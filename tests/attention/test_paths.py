@@ -70,8 +70,7 @@ FEATURES: tuple[dict, ...] = (
     {"softcap": 5.0, "window_size": (-1, 3), "causal_alignment": "top_left"},
     {"mask": "f32 Sn", "softcap": 1.5, "alibi": True, "sinks": True, "lengths": True, "is_causal": True, "layout": "bshd"},
 )
-_PER_CONFIG = 4
-_PIPELINE_QUERIES = ((1, 75), (3, 128), (5, 513), (2, 32), (4, 75))
+_QUERY_PAIRS = ((1, 75), (3, 128), (5, 513), (2, 32), (4, 75))
 """A few queries and many: each number below 5 may be a pipeline of its own, and compiling is what takes time."""
 
 
@@ -82,10 +81,11 @@ def pruned() -> Iterator[Case]:
         for dtype, shift in (("f32", 0), ("f16", 5)):
             features = FEATURES[(i + shift) % len(FEATURES)]
             ratio = RATIOS[(i + shift) % len(RATIOS)]
-            queries = _PIPELINE_QUERIES[(i + shift) % len(_PIPELINE_QUERIES)]
+            queries = _QUERY_PAIRS[(i + shift) % len(_QUERY_PAIRS)]
+            queries = queries * 2 if dtype == "f32" else queries[i % 2 :][:1] * 3
             Dv = {7: 5, 40: 64, 96: 6, 128: 80, 192: 128}.get(D, 0) if dtype == "f32" else 0
-            for k in range(_PER_CONFIG):
-                S, T = queries[k % 2], KEYS[n * 7 % len(KEYS)]
+            for S in queries:
+                T = KEYS[n * 7 % len(KEYS)]
                 small = S * T * ratio * D < 2_000_000
                 yield Case(S, T, D, Dv, B=1 + n % 2 if small else 1, Hkv=1 + n % 3 if small else 1, ratio=ratio, dtype=dtype, **features)
                 n += 1
