@@ -9,7 +9,7 @@ import pytest
 from tests.helpers import assert_close, assert_untouched, dirty_workgroup_memory, poison, split_canary, untouched, with_canary
 from wgattn import reference
 from wgattn.attention.kv_cache import KVCache
-from wgattn.block.linear import Matrix, choose_linear, pad_vector, padded, record_linear
+from wgattn.block.linear import Matrix, TileShape, choose_linear, pad_vector, padded, record_linear
 from wgattn.block.quant import FORMATS, QuantizedTensor, quantize, stack_rows
 from wgattn.block.rope import Rope
 from wgattn.errors import CapacityError
@@ -389,7 +389,18 @@ def run_qkv(device: Device, rng: np.random.Generator, g: Heads, tokens: int, cou
     state.write(position, [0] * count)
     dirty_workgroup_memory(device)
     for matrix, first in reversed(runs):  # so that what a matrix writes beyond its rows stays seen
-        record(device, Matrix(device, matrix, 4), case, given, state, outputs, parts=(cache.store_part,), options=options, first_row=first, y_stride=g.heads * g.dim).replay()
+        record(
+            device,
+            Matrix(device, matrix, 4),
+            case,
+            given,
+            state,
+            outputs,
+            parts=(cache.store_part,),
+            options=options,
+            first_row=first,
+            y_stride=g.heads * g.dim,
+        ).replay()
     place = {"geometry": g, "tokens": tokens, "count": count, "position": position, "capacity": capacity, "device": device.profile}
     after, canary = split_canary(query, (tokens, g.heads, g.dim))
     assert_untouched(canary, where="beyond the queries", **place)
@@ -468,6 +479,13 @@ def test_the_shape_suits_the_kernel(device: Device):
                         for tokens in (1, 2, 64):
                             s = choose_linear(profile, rows, columns, tokens)
                             where = (s, profile, rows, columns, tokens)
+                            if isinstance(s, TileShape):
+                                assert kind != "CPU", where
+                                assert tokens >= 16, where
+                                assert s.workgroup_bytes <= profile.workgroup_memory, where
+                                assert s.workgroup <= invocations, where
+                                assert s.workgroup % s.tokens == 0, where
+                                continue
                             assert s.lanes & (s.lanes - 1) == 0, where
                             assert s.lanes < 2 * max(1, padded(columns) // 16), where
                             assert s.workgroup <= invocations, where

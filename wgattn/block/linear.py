@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -63,16 +63,61 @@ class LinearShape:
     rows: int
     tokens: int
     workgroup: int
+    main: ClassVar[str] = "block/linear"
+
+    def parts(self, profile: DeviceProfile) -> tuple[str, ...]:
+        return (profile.team_part(self.lanes),)
+
+    def options(self, profile: DeviceProfile) -> dict[str, int]:
+        rows = {"ROWS": self.rows, "PAIRS": self.rows // 2, "QUADS": self.rows // 4}
+        return {**rows, "LANES": self.lanes, "TOKENS": self.tokens, "WORKGROUP": self.workgroup, "SUBGROUP": profile.subgroup_size}
+
+    def groups(self, rows: int, tokens: int, limit: int) -> tuple[int, int, int]:
+        return (*grid(-(-rows * self.lanes // (self.rows * self.workgroup)), limit), -(-tokens // self.tokens))
 
 
-def choose_linear(profile: DeviceProfile, rows: int, columns: int, tokens: int, head_dim: int = 0) -> LinearShape:
+@dataclass(frozen=True)
+class TileShape:
+    """How `block/linear_tile.wgsl` divides its work: tiles of `rows` x `tokens`, of which an invocation computes `rows_each` x `tokens_each`."""
+
+    rows: int
+    tokens: int
+    rows_each: int
+    tokens_each: int
+    main: ClassVar[str] = "block/linear_tile"
+
+    @property
+    def workgroup(self) -> int:
+        return self.rows // self.rows_each * (self.tokens // self.tokens_each)
+
+    @property
+    def workgroup_bytes(self) -> int:
+        return 128 * (self.rows + self.tokens) + 4 * self.workgroup
+
+    def parts(self, profile: DeviceProfile) -> tuple[str, ...]:
+        return ()
+
+    def options(self, profile: DeviceProfile) -> dict[str, int]:
+        tile = {"TILE_ROWS": self.rows, "TILE_TOKENS": self.tokens, "QUADS_EACH": self.rows_each // 4, "TOKENS_EACH": self.tokens_each}
+        loads = {"W_LOADS": -(-2 * self.rows // self.workgroup), "X_LOADS": 8 * self.tokens // self.workgroup}
+        return {**tile, **loads, "ROWS": 4, "PAIRS": 2, "QUADS": 1, "WORKGROUP": self.workgroup}
+
+    def groups(self, rows: int, tokens: int, limit: int) -> tuple[int, int, int]:
+        return (*grid(-(-rows // self.rows), limit), -(-tokens // self.tokens))
+
+
+_TILES = (TileShape(128, 64, 8, 8), TileShape(64, 32, 4, 8))
+"""Tiles for many tokens, the best first."""
+
+
+def choose_linear(profile: DeviceProfile, rows: int, columns: int, tokens: int, head_dim: int = 0, tiled: bool = True) -> LinearShape | TileShape:
     """The shape for a problem on a device; pure. `tokens` is the number a replay computes at most.
 
-    A CPU pays for loads per lane and for barriers: one invocation for several rows. A GPU wants many lanes a row, and loads in flight.
-    With `head_dim` (a multiple of 4), a workgroup computes whole heads.
+    A CPU pays for loads per lane and for barriers: one invocation for several rows. A GPU wants many lanes a row, and loads in flight; for
+    many tokens it wants tiles in workgroup memory (unless not `tiled`). With `head_dim` (a multiple of 4), a workgroup computes whole heads.
     """
     if head_dim:
-        free = choose_linear(profile, rows, columns, tokens)
+        free = choose_linear(profile, rows, columns, tokens, tiled=False)
         most = 4 * profile.max_invocations // head_dim
         if not most:
             raise CapacityError(f"Heads of {head_dim} rows need workgroups of {head_dim // 4}; {profile.name} allows {profile.max_invocations}.")
@@ -81,6 +126,10 @@ def choose_linear(profile: DeviceProfile, rows: int, columns: int, tokens: int, 
     if profile.software:
         workgroup = 64 if rows >= 8192 else 16
         return LinearShape(1, 4, 1, workgroup) if tokens == 1 else LinearShape(1, 8, 4, 8)
+    if tiled and tokens >= 16:
+        for tile in _TILES:
+            if tile.workgroup_bytes <= profile.workgroup_memory and tile.workgroup <= profile.max_invocations:
+                return tile
     chunks, teams = padded(columns) // CHUNK, -(-rows // 4)
     most = 8 if tokens > 1 else 256 if profile.subgroup_size else 16  # adding up without subgroups takes two barriers a doubling
     lanes = min(most, power_of_two(2 * chunks - 1), max(8, power_of_two(_GPU_LANES // teams)), power_of_two(profile.max_invocations))
@@ -121,25 +170,19 @@ def record_linear(
     """
     device = recording.device
     head_dim = 0 if head_gamma is None else (options or {})["HEAD_DIM"]
-    shape = choose_linear(device.profile, matrix.rows, matrix.columns, tokens, head_dim)
+    shape = choose_linear(device.profile, matrix.rows, matrix.columns, tokens, head_dim, tiled=arithmetic == "exact")
     kernel = device.kernel(
-        "block/linear_int8" if arithmetic == "int8" else "block/linear",
+        "block/linear_int8" if arithmetic == "int8" else shape.main,
         "step",
         *matrix.format.parts,
         f"block/parts/norm_{'none' if gamma is None else 'rms'}",
         f"block/parts/bias_{'none' if bias is None else 'add'}",
-        device.profile.team_part(shape.lanes),
+        *shape.parts(device.profile),
         f"block/parts/token_{token}",
         f"block/parts/heads_{'plain' if head_gamma is None else 'norm'}",
         f"block/parts/output_{output}",
         *parts,
-        LANES=shape.lanes,
-        ROWS=shape.rows,
-        TOKENS=shape.tokens,
-        PAIRS=shape.rows // 2,
-        QUADS=shape.rows // 4,
-        WORKGROUP=shape.workgroup,
-        SUBGROUP=device.profile.subgroup_size,
+        **shape.options(device.profile),
         **matrix.format.options,
         **(options or {}),
     )
@@ -159,8 +202,7 @@ def record_linear(
             "first_row": first_row + piece.first_row,
             "eps": eps,
         }
-        groups = -(-piece.rows * shape.lanes // (shape.rows * shape.workgroup))
-        recording.add(kernel, (*grid(groups, device.profile.max_workgroups), -(-tokens // shape.tokens)), buffers, params, label)
+        recording.add(kernel, shape.groups(piece.rows, tokens, device.profile.max_workgroups), buffers, params, label)
 
 
 def pad_vector(vector: np.ndarray) -> np.ndarray:

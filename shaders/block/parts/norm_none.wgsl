@@ -1,5 +1,7 @@
 // No norm in front of the projection.
 fn norm_gain(chunk: u32) -> f32 { return 1.0; }
+fn norm_square(v: vec4<f32>) -> f32 { return 0.0; }
+fn norm_apply4(v: vec4<f32>, c: u32) -> vec4<f32> { return v; }
 fn norm_squares(v: mat4x4<f32>) -> f32 { return 0.0; }
 fn norm_apply(v: mat4x4<f32>, gain: f32) -> mat4x4<f32> { return v; }
 fn norm_scale(squares: f32) -> f32 { return 1.0; }

@@ -3,7 +3,9 @@ var<storage, read> gamma: array<vec4<f32>>;      // (columns padded to 16) f32
 fn norm_gain(chunk: u32) -> mat4x4<f32> {
   return mat4x4<f32>(gamma[chunk * 4u], gamma[chunk * 4u + 1u], gamma[chunk * 4u + 2u], gamma[chunk * 4u + 3u]);
 }
-fn norm_squares(v: mat4x4<f32>) -> f32 { return dot(v[0], v[0]) + dot(v[1], v[1]) + dot(v[2], v[2]) + dot(v[3], v[3]); }
+fn norm_square(v: vec4<f32>) -> f32 { return dot(v, v); }
+fn norm_apply4(v: vec4<f32>, c: u32) -> vec4<f32> { return v * gamma[c]; }
+fn norm_squares(v: mat4x4<f32>) -> f32 { return norm_square(v[0]) + norm_square(v[1]) + norm_square(v[2]) + norm_square(v[3]); }
 fn norm_apply(v: mat4x4<f32>, gain: mat4x4<f32>) -> mat4x4<f32> {
   return mat4x4<f32>(v[0] * gain[0], v[1] * gain[1], v[2] * gain[2], v[3] * gain[3]);
 }
