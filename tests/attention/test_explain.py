@@ -3,7 +3,7 @@
 import itertools
 import math
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,14 @@ import wgattn
 from tests.helpers import assert_close
 from tests.watch import Calls
 from wgattn import reference
+from wgattn.attention import tune
 from wgattn.attention.choose import Choice, choose
 from wgattn.attention.explain import FEATURES
 from wgattn.attention.paths import PATHS
 from wgattn.attention.problem import OPEN, Operands, Problem, Rows, packs_output
 from wgattn.errors import ArgumentError, CapacityError, ShapeError, Unsupported
 from wgattn.gpu import Device, DeviceProfile, Kernel, Recording
+from wgattn.gpu.tuning import default_cache
 
 SMALL = DeviceProfile(
     name="Smallest",
@@ -219,7 +221,8 @@ def arrays(S: int = 3, T: int = 6, D: int = 8) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(("S", "path"), [(1, "split"), (8, "split"), (9, "flash"), (200, "flash")])
-def test_explain_tells_the_path_and_runs_nothing(device, monkeypatch, S, path):
+def test_explain_tells_the_path_and_runs_nothing(device, tmp_path, monkeypatch, S, path):
+    monkeypatch.setenv("WGATTN_CACHE_DIR", str(tmp_path))  # nothing is tuned
     assert device.profile
     calls = Calls(device, monkeypatch)
     told = wgattn.explain(*arrays(S, 256), np.zeros((S, 256), bool), is_causal=True, softcap=3.0, return_lse=True)
@@ -256,6 +259,16 @@ def test_explain_tells_what_the_call_would_run(device, monkeypatch):
             ran.clear()
             wgattn.sdpa(*arrays(S), **options)
             assert ran == [wgattn.explain(*arrays(S), **options).path]
+
+
+def test_explain_tells_a_shape_that_was_tuned(device, tmp_path, monkeypatch):
+    """What the paths find in the user's cache."""
+    monkeypatch.setenv("WGATTN_CACHE_DIR", str(tmp_path))
+    told = wgattn.explain(*arrays(9), path="flash")
+    tuned = next(shape for shape in tune.flash_candidates(device.profile, tune.rounded(told.problem)) if shape != told.shape)
+    default_cache().put(tune._key(device, "flash", told.problem), asdict(tuned), 1e-3)
+    assert wgattn.explain(*arrays(9), path="flash").shape == tuned
+    assert wgattn.explain(*arrays(9), path="unfused").shape == PATHS["unfused"].shape(device.profile, told.problem)
 
 
 def test_explain_tells_what_the_others_lack(devices):

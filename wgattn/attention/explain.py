@@ -9,6 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from ..gpu import Device, DeviceProfile, default_device
+from . import tune
 from .choose import choose
 from .functional import prepare
 from .paths import PATHS
@@ -88,4 +89,6 @@ def explain(*args: Any, device: Device | None = None, **kwargs: Any) -> Explanat
     profile = call.device.profile
     choice = choose(profile, call.problem, path)
     missing = {name: p.unsupported(profile, call.problem) for name, p in PATHS.items()}
-    return Explanation(call.device.name, profile, choice.path, choice.reason, PATHS[choice.path].shape(profile, call.problem), call.problem, missing)
+    tuned = tune.stored_shape(call.device, choice.path, call.problem) if choice.path in tune.PATHS else None
+    shape = tuned or PATHS[choice.path].shape(profile, call.problem)
+    return Explanation(call.device.name, profile, choice.path, choice.reason, shape, call.problem, missing)
