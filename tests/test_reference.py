@@ -169,6 +169,9 @@ def test_a_sink_takes_part_in_the_sum_only(rng):
     assert not out[:, :, 2].any()
     np.testing.assert_allclose(lse[:, :, 2], np.broadcast_to(sinks, (2, 4)), rtol=1e-12)
     same(reference.attention(*args, sinks=np.full(4, -INF)), reference.attention(*args))
+    out, lse = reference.attention(*args, sinks=np.full(4, 1000.0))  # larger than any score, and than exp can take
+    assert np.abs(out).max() < 1e-300
+    assert (lse == 1000).all()
 
 
 def test_softcap_comes_before_the_mask(rng):

@@ -191,8 +191,8 @@ def test_a_workgroup_beyond_the_limit_is_refused_before_any_gpu_call(device_here
 
 def test_more_storage_buffers_than_the_device_binds_are_refused(device_here):
     text = "// Many.\n//@ unroll i in 0..COUNT\nvar<storage, read> b$i: array<f32>;   // (1) f32\n//@ end\n" + NOTHING
-    device = device_here(many=text)
-    limit = device.profile.max_storage_buffers
+    device, limit = device_here(many=text), 8
+    device.profile = replace(device.profile, max_storage_buffers=limit)  # real ones may allow a million
     with pytest.raises(CapacityError, match=f"many binds {limit + 1} storage buffers; .* {limit}"):
         device.kernel("many", COUNT=limit + 1)
     assert len(device.kernel("many", COUNT=limit).source.buffers) == limit

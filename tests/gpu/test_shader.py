@@ -352,7 +352,7 @@ def test_a_shader_file_follows_the_rules_of_the_house(path: Path):
     assert text.count("//@ unroll") == text.count("//@ end")
     for line in lines:
         if line.startswith("var<storage") and "$name" not in line:
-            assert re.search(r"// \(.*\)", line), f"a buffer tells its shape: {line}"
+            assert re.search(r"// .{3}", line), f"a buffer tells what it holds: {line}"
     header = "\n".join(lines[: next((i for i, line in enumerate(lines) if not line.startswith("//")), len(lines))])
     memory = re.search(r"Workgroup memory: (.*)", header)
     if "@compute" in text:
