@@ -1,6 +1,7 @@
 """Fixtures that all tests share."""
 
 import dataclasses
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,6 +13,17 @@ import wgattn
 from wgattn.errors import ModelNotFound
 from wgattn.gpu import Device, DeviceProfile, shader
 from wgattn.llm.gguf import find_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_tuning_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What `wgattn tune` found on this machine must not change what is tested."""
+    before = os.environ.get("WGATTN_CACHE_DIR")
+    os.environ["WGATTN_CACHE_DIR"] = str(tmp_path_factory.mktemp("tuning"))
+    yield
+    os.environ.pop("WGATTN_CACHE_DIR")
+    if before is not None:
+        os.environ["WGATTN_CACHE_DIR"] = before
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ import pytest
 import wgattn
 from tests.llm.make_gguf import write_llama_gguf
 from wgattn import cli
+from wgattn.attention.problem import Problem
 from wgattn.gpu import webgpu
 from wgattn.llm.llama import Llama
 
@@ -507,3 +508,23 @@ def test_the_files_that_the_readme_names_exist():
     assert len(named) >= 8
     missing = {name for name in named if not (README.parent / "wgattn" / name).is_file()}
     assert not missing
+
+
+# ---- tune
+
+
+def test_tune_keeps_what_it_finds_and_knows_it_the_next_time(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("WGATTN_CACHE_DIR", str(tmp_path))
+    small = Problem(1, 2, 1, 8, 8, 8, 8, 0.35)
+    monkeypatch.setattr("wgattn.attention.tune.standard_problems", lambda profile: [small])
+    code, out, _ = run("tune", "--json")
+    first = json.loads(out)
+    assert code == 0
+    assert [t["path"] for t in first["tuned"]] == ["flash", "gemm"]
+    assert all(t["seconds"] > 0 for t in first["tuned"])
+    assert Path(first["cache"]) == tmp_path / "tuning.json"
+    assert Path(first["cache"]).is_file()
+    code, out, _ = run("tune")
+    assert code == 0
+    assert out.count("known before") == 2
+    assert str(tmp_path) in out.replace("\n", "")

@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import __version__
+from .commands import tune as tune_command
 from .errors import ArgumentError, CapacityError, DeviceError, WgattnError
 from .gpu import Device, DeviceProfile, default_device, list_adapters
 from .gpu.webgpu import describe
@@ -44,6 +45,11 @@ example:
   wgattn generate "The capital of France is"
   wgattn generate --model llama.gguf --tokens 200 --chat --temperature 0.7 --top-p 0.9 "Why is the sky blue?"
   wgattn generate --json --logits - < prompt.txt"""
+_TUNE_HELP = """Times tile shapes for attention on this device and keeps the fastest in a file of yours; later runs use them. Known ones are not timed again.
+
+example:
+  wgattn tune
+  wgattn tune --again --json"""
 
 
 # ---- what is typed
@@ -95,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command("info", info, "show adapters, features, the measured profile and versions", _INFO_HELP)
     _add_generate_options(command("generate", generate, "continue a text with a language model", _GENERATE_HELP))
+    command("tune", tune, "find the fastest tiles for this device", _TUNE_HELP).add_argument("--again", action="store_true", help="time what is known too")
     return parser
 
 
@@ -144,6 +151,15 @@ def _run(argv: Sequence[str] | None) -> int:
 def _fail(error: Exception) -> int:
     print(f"wgattn: {error}", file=sys.stderr)
     return 1
+
+
+# ---- tune
+
+
+def tune(args: argparse.Namespace) -> int:
+    """`wgattn tune`."""
+    tune_command.run(Device(args.adapter, args.backend, checked=args.checked or None), again=args.again, as_json=args.json)
+    return 0
 
 
 # ---- info

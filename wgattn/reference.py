@@ -133,7 +133,8 @@ def attention(
     """Scaled dot-product attention: (out (B, H, S, Dv), lse (B, H, S)), for query (B, H, S, D), key (B, Hkv, T, D), value (B, Hkv, T, Dv).
 
     In this order: scale, softcap (cap * tanh(x / cap)), ALiBi (-slope * distance), mask, causal rule and window, softmax.
-    Head h reads KV head h // (H // Hkv). A bool or integer mask lets nonzero take part, a float mask is added; it is broadcast to
+    Head h reads KV head h // (H // Hkv). A bool or integer mask lets nonzero take part, a float mask is added
+    (the lowest number of float16 in a float16 mask, of float32 in any other, hides the key); it is broadcast to
     (B, H, S, Tm), and where Tm < T it belongs to the last keys and the earlier ones are visible. `sinks` (H) are logits that join the
     softmax's sum and nothing else (and so the lse). `key_lengths` (B): keys that a sequence has. A row that sees nothing gives zeros and
     lse -inf (with a sink: the sink). lse is the natural log of the sum of exponentials.
@@ -155,7 +156,8 @@ def attention(
         score = score - np.broadcast_to(np.asarray(alibi_slopes, np.float64), (B, H))[:, :, None, None] * distance[:, None]
     if attn_mask is not None:
         mask = np.asarray(attn_mask)
-        keep = mask != 0 if mask.dtype.kind in "biu" else mask > np.finfo(np.float32).min
+        lowest = np.finfo(np.float16 if mask.dtype == np.float16 else np.float32).min
+        keep = mask != 0 if mask.dtype.kind in "biu" else mask > lowest
         bias = np.zeros(mask.shape) if mask.dtype.kind in "biu" else np.where(keep, mask, 0).astype(np.float64)
         missing = T - mask.shape[-1] if mask.shape[-1] != 1 or T == 1 else 0
         pad = [(0, 0)] * (mask.ndim - 1) + [(missing, 0)]

@@ -1,0 +1,1 @@
+"""What the larger commands of `wgattn` do, a module each; `wgattn.cli` parses and calls them."""
