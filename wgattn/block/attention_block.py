@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -79,11 +79,15 @@ class ChosenAttention:
     @property
     def splits(self) -> int:
         """Parts that the keys are divided into, whose partial results take memory; 1: none."""
-        return getattr(PATHS[self.path].shape(self._profile, self.problem), "splits", 1)
+        return self._splits(self.problem)
+
+    def _splits(self, problem: Problem) -> int:
+        return getattr(PATHS[self.path].shape(self._profile, problem), "splits", 1)
 
     def record(self, recording: Recording, *, step: Any, query: Tensor, cache: KVCache, out: Tensor) -> None:
         """Append the dispatches: token t of the step sees keys 0 .. position + t. query and out: (tokens, at least H * D) float32."""
-        p = Problem(**{**vars(self.problem), "kv_dtype": cache.dtype, "keys": min(self.problem.keys, cache.capacity), "in_place": query is out})
+        p = replace(self.problem, kv_dtype=cache.dtype, keys=min(self.problem.keys, cache.capacity))
+        p = replace(p, in_place=query is out and self._splits(p) == 1)  # else another dispatch joins the parts and writes
         rows = Rows(query, 0, p.head_dim, query.shape[1])
         operands = Operands(rows, cache.rows(cache.keys), cache.rows(cache.values), Rows(out, 0, p.head_dim, out.shape[1]), step=step)
         PATHS[self.path].record(recording, p, operands)
