@@ -93,7 +93,8 @@ def record(device: Device, matrix: Matrix, case: Case, given: dict[str, Any], st
 
 def gated(gate: np.ndarray, up: np.ndarray, gate_bound: np.ndarray, up_bound: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
     """silu(gate) * up and its error, from those of its factors; WGSL allows exp(x) an error that grows with x."""
-    silu = reference.silu(gate)
+    with np.errstate(over="ignore"):
+        silu = reference.silu(gate)
     return silu * up, 1.1 * gate_bound * np.abs(up) + np.abs(silu) * up_bound + (8 + 4 * np.abs(gate)) * 2**-24 * np.abs(silu * up) + 1e-36
 
 
@@ -204,6 +205,23 @@ def test_outputs(devices, rng, variant, output):
     for tokens, count in [(1, 1), (5, 5), (5, 2)] if several else [(1, 1)]:
         for rows in (2, 6, 130) if output == "swiglu" else (1, 7, 131):
             run(devices[variant], rng, Case(kind, rows, 96, tokens, count, norm=turn % 2 == 0, bias=turn // 2 % 2 == 0, output=output))
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("memory", [16384, 32768])
+def test_tiles_for_many_tokens(devices, rng, memory, output):
+    """GPU shapes for prompts, in the sizes that fit different amounts of workgroup memory."""
+    device = Device()
+    device.profile = replace(devices["gpu_shape"].profile, workgroup_memory=min(memory, devices["gpu_shape"].profile.workgroup_memory))
+    shape = choose_linear(device.profile, 130, 96, 40)
+    assert isinstance(shape, TileShape)
+    assert shape.workgroup_bytes <= memory
+    kind, turn = ("Q4_0", "F16", "Q6_K", "Q5_1")[OUTPUTS.index(output)], OUTPUTS.index(output) + (memory > 16384)
+    columns = 256 if kind == "Q6_K" else 96
+    for rows in (2, 130) if output == "swiglu" else (1, 131):
+        for count in (1, 33, 40):
+            run(device, rng, Case(kind, rows, columns, 40, count, norm=turn % 2 == 0, bias=turn // 2 % 2 == 0, output=output))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -435,6 +453,14 @@ def test_qkv_on_other_devices(devices, rng, variant):
             run_qkv(devices[variant], rng, HEADS[name], 1, 1, 3, 9)
             if i < 4:
                 run_qkv(devices[variant], rng, HEADS[name], 5, 4, 7, 13)
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("name", ["partly rotated, neighbours", "two formats"])
+def test_qkv_in_tiles(devices, rng, name):
+    """The recordings of prompts on GPUs."""
+    run_qkv(devices["gpu_shape"], rng, HEADS[name], 20, 20, 0, 20)
+    run_qkv(devices["gpu_shape"], rng, HEADS[name], 20, 11, 30, 45)
 
 
 def test_qkv_in_pieces(devices, rng):
