@@ -16,6 +16,8 @@ _SHORT = 256
 """Keys up to which one workgroup a KV head is quicker than splitting and combining."""
 _TARGET_WORKGROUPS = 128
 _MOST_SPLITS = 32
+_MOST_HEADS = 16
+"""Query heads a workgroup. The kernel has its text once a head, and more of it can take minutes to compile."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ def choose_split(profile: DeviceProfile, problem: Problem) -> SplitShape:
     while workgroup > lanes and (workgroup // lanes) * (16 * problem.value_width + 8) > profile.workgroup_memory:
         workgroup //= 2
     slots = math.ceil(width / lanes)
-    group = max(g for g in range(1, problem.ratio + 1) if problem.ratio % g == 0 and (g == 1 or g * slots <= registers))
+    most = min(problem.ratio, _MOST_HEADS)
+    group = max(g for g in range(1, most + 1) if problem.ratio % g == 0 and (g == 1 or g * slots <= registers))
     workgroups = problem.rows // group
     splits = 1 if profile.software or problem.keys <= _SHORT else max(1, min(_MOST_SPLITS, _TARGET_WORKGROUPS // workgroups))
     if _storage_buffers(problem) > profile.max_storage_buffers:
