@@ -186,9 +186,9 @@ def attention_prefill_q8_0(
     if not isinstance(wo, QuantizedTensor) or wo.kind != "Q8_0":
         raise Unsupported(f"attention_prefill_q8_0 takes wo as a QuantizedTensor in Q8_0, not {getattr(wo, 'kind', type(wo).__name__)}.")
     x = floating_array("x", x)
-    stride = _cache(cache).stride
-    if stride % 32 or x.shape[-1] % 32:
-        raise Unsupported(f"attention_prefill_q8_0 needs AD and AE to be multiples of 32; they are {stride} and {x.shape[-1]}.")
+    stride, columns = _cache(cache).stride, wo.shape[0]
+    if stride % 32 or columns % 32:
+        raise Unsupported(f"attention_prefill_q8_0 needs AD and AE to be multiples of 32; they are {stride} and {columns}.")
     weights = {"norm": norm, "wq": wq, "wk": wk, "wv": wv, "wo": wo, "bq": bq, "bk": bk, "bv": bv, "bo": bo}
     pair = (arithmetic, "int8")
     return _Attention(x, weights, cache, start_position, num_heads, num_kv_heads, head_dim, embed_dim, rope, eps, pair).prefill(residual)
