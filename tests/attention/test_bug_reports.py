@@ -1,9 +1,12 @@
 """Bugs that others have had in public: one test for each that concerns attention, unless tests/README.md says which test has it already."""
 
+import ast
 import gc
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +39,22 @@ def step(rng: np.random.Generator, pipe: AttentionPipeline, S: int) -> list[np.n
 def expected_of(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> np.ndarray:
     """The reference in the pipeline's layout."""
     return reference.attention(*(a.swapaxes(1, 2) for a in (q, k, v)), **options)[0].swapaxes(1, 2)
+
+
+def test_the_table_of_reports_names_tests_that_exist():
+    """And every test of this file is in it."""
+    tests = Path(__file__).parent.parent
+    named = re.findall(r"`(?:([\w/]+\.py)::)?(test_\w+)`", (tests / "README.md").read_text(encoding="utf-8"))
+    assert len(named) > 50
+    own = Path(__file__).relative_to(tests).as_posix()
+    defined = {
+        file: {f.name for f in ast.parse((tests / file).read_text(encoding="utf-8")).body if isinstance(f, ast.FunctionDef)}
+        for file in {file or own for file, _ in named}
+    }
+    for file, name in named:
+        assert name in defined[file or own], f"there is no {name} in {file or own}"
+    ours = {name for name in defined[own] if name.startswith("test_")} - {"test_the_table_of_reports_names_tests_that_exist"}
+    assert ours <= {name for file, name in named if file in ("", own)}
 
 
 # ---- alibaba/MNN
@@ -407,7 +426,7 @@ def test_more_rows_than_a_grid_is_long(device, path, H, Hkv, S):
         with pytest.raises(Unsupported, match="65540 KV heads"):
             sdpa(q, k, v, path=path)
         path = "auto"
-    if path in ("unfused", "gemm") and H > Hkv:
+    if path in ("unfused", "gemm") and Hkv < H:
         path = "auto"  # a round of dispatches for each of these heads, which are too many for one and a prime number
     out = sdpa(q, k, v, scale=1.0, path=path)
     weight = 1 / (1 + np.exp(-q[..., 0].astype(np.float64)))
