@@ -162,6 +162,18 @@ def test_formats_and_shapes(devices, rng, variant, kind, tokens):
 
 
 @pytest.mark.conformance
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind not in KINDS])
+@pytest.mark.parametrize("variant", MAIN_VARIANTS)
+def test_the_other_formats(devices, rng, variant, kind):
+    """The five that need few cases of their own: bf16, Q5_1 and the K-quants, which read the same parts."""
+    for rows, blocks in ((7, 1), (129, 3)):
+        columns = blocks * max(FORMATS[kind].block, 96)
+        run(devices[variant], rng, Case(kind, rows, columns, 1, 1, norm=blocks == 1, bias=blocks == 3))
+        if variant == "software":
+            run(devices[variant], rng, Case(kind, rows, columns, 5, 3 + blocks // 2, norm=blocks == 3))
+
+
+@pytest.mark.conformance
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("variant", OTHER_VARIANTS)
 def test_formats_and_shapes_on_other_devices(devices, rng, variant, tokens):
