@@ -40,40 +40,45 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   //@ end
   //@ end
   let chunks = (params.columns + 15u) / 16u;
+  // The next tile is loaded into registers while this one is multiplied.
+  //@ unroll n in 0..W_LOADS
+  let row$n = (index + $nu * WORKGROUP) / 2u;    // of two chunks a row, an invocation takes one
+  let half$n = (index + $nu * WORKGROUP) % 2u;
+  let source$n = min(first_row + row$n, params.rows - 1u);
+  var code$n = weights_codes(source$n, min(half$n, chunks - 1u));
+  var affine$n = weights_affine(source$n, min(half$n, chunks - 1u));
+  //@ end
+  //@ unroll n in 0..X_LOADS
+  let c$n = index / TILE_TOKENS + $nu * (WORKGROUP / TILE_TOKENS);
+  var x$n = x[x_at + min(c$n, chunks * 4u - 1u)];
+  //@ end
   for (var chunk = 0u; chunk < chunks; chunk += 2u) {
     //@ unroll n in 0..W_LOADS
-    {
-      let item = index + $nu * WORKGROUP;        // (row, one of two chunks)
-      let row = item / 2u;
-      let half = item % 2u;
-      if (row < TILE_ROWS) {
-        var tile = mat4x4<f32>();
-        if (chunk + half < chunks) {
-          let source = min(first_row + row, params.rows - 1u);
-          let code = weights_codes(source, chunk + half);
-          let affine = weights_affine(source, chunk + half);
-          tile = mat4x4<f32>(fma(code[0], vec4<f32>(affine.x), vec4<f32>(affine.y)), fma(code[1], vec4<f32>(affine.x), vec4<f32>(affine.y)),
-                             fma(code[2], vec4<f32>(affine.x), vec4<f32>(affine.y)), fma(code[3], vec4<f32>(affine.x), vec4<f32>(affine.y)));
-        }
-        w_tile[w_slot(row, half * 4u)] = tile[0];
-        w_tile[w_slot(row, half * 4u + 1u)] = tile[1];
-        w_tile[w_slot(row, half * 4u + 2u)] = tile[2];
-        w_tile[w_slot(row, half * 4u + 3u)] = tile[3];
-      }
+    if (row$n < TILE_ROWS) {
+      let scale = vec4<f32>(select(0.0, affine$n.x, chunk + half$n < chunks));   // beyond the columns: zeros
+      let offset = vec4<f32>(select(0.0, affine$n.y, chunk + half$n < chunks));
+      w_tile[w_slot(row$n, half$n * 4u)] = fma(code$n[0], scale, offset);
+      w_tile[w_slot(row$n, half$n * 4u + 1u)] = fma(code$n[1], scale, offset);
+      w_tile[w_slot(row$n, half$n * 4u + 2u)] = fma(code$n[2], scale, offset);
+      w_tile[w_slot(row$n, half$n * 4u + 3u)] = fma(code$n[3], scale, offset);
     }
     //@ end
     //@ unroll n in 0..X_LOADS
     {
-      let c = index / TILE_TOKENS + $nu * (WORKGROUP / TILE_TOKENS);
-      var v = vec4<f32>();
-      if (chunk * 4u + c < chunks * 4u) {
-        v = x[x_at + chunk * 4u + c];
-        squares += norm_square(v);
-        v = norm_apply4(v, chunk * 4u + c);
-      }
-      x_tile[x_slot(x_token, c)] = v;
+      let inside = chunk * 4u + c$n < chunks * 4u;
+      squares += select(0.0, norm_square(x$n), inside);
+      x_tile[x_slot(x_token, c$n)] = select(vec4<f32>(), norm_apply4(x$n, min(chunk * 4u + c$n, chunks * 4u - 1u)), inside);
     }
     //@ end
+    if (chunk + 2u < chunks) {
+      //@ unroll n in 0..W_LOADS
+      code$n = weights_codes(source$n, min(chunk + 2u + half$n, chunks - 1u));
+      affine$n = weights_affine(source$n, min(chunk + 2u + half$n, chunks - 1u));
+      //@ end
+      //@ unroll n in 0..X_LOADS
+      x$n = x[x_at + min((chunk + 2u) * 4u + c$n, chunks * 4u - 1u)];
+      //@ end
+    }
     workgroupBarrier();
     for (var c = 0u; c < 8u; c++) {
       //@ unroll q in 0..QUADS_EACH

@@ -106,8 +106,10 @@ class TileShape:
         return (*grid(-(-rows // self.rows), limit), -(-tokens // self.tokens))
 
 
-_TILES = (TileShape(128, 64, 8, 8), TileShape(64, 32, 4, 8))
-"""Tiles for many tokens, the best first."""
+_TILES = (TileShape(128, 64, 8, 8), TileShape(64, 64, 4, 8), TileShape(64, 32, 4, 8))
+"""Tiles for many tokens, the one that needs the fewest loads first."""
+_GPU_TILES = 264
+"""Tiles that keep a large GPU busy; fewer are made smaller."""
 
 
 def choose_linear(profile: DeviceProfile, rows: int, columns: int, tokens: int, head_dim: int = 0, tiled: bool = True) -> LinearShape | TileShape:
@@ -127,9 +129,10 @@ def choose_linear(profile: DeviceProfile, rows: int, columns: int, tokens: int, 
         workgroup = 64 if rows >= 8192 else 16
         return LinearShape(1, 4, 1, workgroup) if tokens == 1 else LinearShape(1, 8, 4, 8)
     if tiled and tokens >= 16:
-        for tile in _TILES:
-            if tile.workgroup_bytes <= profile.workgroup_memory and tile.workgroup <= profile.max_invocations:
-                return tile
+        fit = [t for t in _TILES if t.workgroup_bytes <= profile.workgroup_memory and t.workgroup <= profile.max_invocations]
+        enough = [t for t in fit if -(-rows // t.rows) * -(-tokens // t.tokens) >= _GPU_TILES]
+        if fit:
+            return (enough or fit[-2:])[0]
     chunks, teams = padded(columns) // CHUNK, -(-rows // 4)
     most = 8 if tokens > 1 else 256 if profile.subgroup_size else 16  # adding up without subgroups takes two barriers a doubling
     lanes = min(most, power_of_two(2 * chunks - 1), max(8, power_of_two(_GPU_LANES // teams)), power_of_two(profile.max_invocations))

@@ -394,4 +394,4 @@ def prefill_chunk(profile: DeviceProfile, width: int) -> int:
     fits = profile.max_binding // (4 * width)
     if not fits:
         raise CapacityError(f"One token takes {4 * width} bytes of activations; {profile.name} can bind {profile.max_binding}.")
-    return min(64 if profile.software else 256, fits)
+    return min(64 if profile.software else 512, fits)
