@@ -173,7 +173,8 @@ def record_linear(
     """
     device = recording.device
     head_dim = 0 if head_gamma is None else (options or {})["HEAD_DIM"]
-    shape = choose_linear(device.profile, matrix.rows, matrix.columns, tokens, head_dim, tiled=arithmetic == "exact")
+    columns = matrix.columns // 2 if arithmetic == "int8" else matrix.columns  # lanes of int8 take 32 columns at a time instead of 16
+    shape = choose_linear(device.profile, matrix.rows, columns, tokens, head_dim, tiled=arithmetic == "exact")
     kernel = device.kernel(
         "block/linear_int8" if arithmetic == "int8" else shape.main,
         "step",
