@@ -49,6 +49,8 @@ class FlashPath:
         limit = profile.max_workgroups
         if max(problem.num_kv_heads, problem.batch) > limit:
             return f"{problem.num_kv_heads} KV heads and {problem.batch} sequences must each be at most {limit}."
+        if problem.storage_buffers > profile.max_storage_buffers:
+            return f"it binds {problem.storage_buffers} storage buffers, there are {profile.max_storage_buffers}."
         return None
 
     def shape(self, profile: DeviceProfile, problem: Problem) -> flash.FlashShape:

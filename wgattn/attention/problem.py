@@ -68,6 +68,11 @@ class Problem:
         return self.batch * self.num_heads * self.queries
 
     @property
+    def storage_buffers(self) -> int:
+        """How many a kernel binds that does it all."""
+        return 4 + sum((self.mask != "none", self.alibi, self.sinks, self.lse, self.lengths == "each"))
+
+    @property
     def plain(self) -> bool:
         """Scores are only scaled."""
         return not (self.softcap or self.alibi or self.mask != "none")

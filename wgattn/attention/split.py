@@ -50,14 +50,9 @@ def choose_split(profile: DeviceProfile, problem: Problem) -> SplitShape:
     group = max(g for g in range(1, most + 1) if problem.ratio % g == 0 and (g == 1 or g * slots <= registers))
     workgroups = problem.rows // group
     splits = 1 if profile.software or problem.keys <= _SHORT else max(1, min(_MOST_SPLITS, _TARGET_WORKGROUPS // workgroups))
-    if _storage_buffers(problem) > profile.max_storage_buffers:
+    if problem.storage_buffers > profile.max_storage_buffers:
         splits = max(2, splits)  # the dispatch that combines binds some of them
     return SplitShape(group, lanes, workgroup, splits)
-
-
-def _storage_buffers(problem: Problem) -> int:
-    """How many the path binds where one dispatch does it all."""
-    return 4 + sum((problem.mask != "none", problem.alibi, problem.sinks, problem.lse, problem.lengths == "each"))
 
 
 def scratch(device: Device, problem: Problem, shape: SplitShape) -> dict[str, Tensor]:
