@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, CapacityError, ShapeError
-from ..gpu import Device, Part, Recording, Tensor, grid
+from ..gpu import Arena, Device, Part, Recording, Tensor, grid
 from .problem import Rows
 
 KV_DTYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16)}
@@ -17,13 +17,13 @@ KV_DTYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16)}
 class KVCache:
     """Keys and values, each (batch, num_kv_heads, capacity, head_dim) row-major in f32 or f16: a head's tokens lie together.
 
-    Rows are padded to a multiple of 4 channels, so that they never share a word.
+    Rows are padded to a multiple of 4 channels, so that they never share a word. `arena`: where the memory comes from, if not straight from the device.
 
     Raises:
         ArgumentError: dtype other than "f32" and "f16". CapacityError: one of the two does not fit a binding of the device.
     """
 
-    def __init__(self, device: Device, num_kv_heads: int, head_dim: int, capacity: int, dtype: str = "f32", *, batch: int = 1):
+    def __init__(self, device: Device, num_kv_heads: int, head_dim: int, capacity: int, dtype: str = "f32", *, batch: int = 1, arena: Arena | None = None):
         if dtype not in KV_DTYPES:
             raise ArgumentError(f"A KV cache is stored as f32 or f16, not {dtype!r}.")
         self.device, self.batch, self.dtype = device, batch, dtype
@@ -36,8 +36,8 @@ class KVCache:
         if nbytes > limit:
             fits = limit * capacity // nbytes
             raise CapacityError(f"A {dtype} cache of {capacity} positions takes {nbytes} bytes a layer; {device.name} can bind {fits} positions.")
-        self.keys = device.empty(shape, KV_DTYPES[dtype])
-        self.values = device.empty(shape, KV_DTYPES[dtype])
+        self.keys = (arena or device).empty(shape, KV_DTYPES[dtype])
+        self.values = (arena or device).empty(shape, KV_DTYPES[dtype])
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor) -> KVCache:
@@ -116,7 +116,7 @@ class KVCache:
                     at += count * itemsize
             moves = [m for m in moves if m[3]]
             for inside, between, _, nbytes in moves:
-                encoder.copy_buffer_to_buffer(theirs.buffer, inside, staging, between, nbytes)
+                encoder.copy_buffer_to_buffer(theirs.buffer, theirs.offset + inside, staging, between, nbytes)
             for _, between, target, nbytes in moves if source is self else ():
-                encoder.copy_buffer_to_buffer(staging, between, ours.buffer, target, nbytes)
+                encoder.copy_buffer_to_buffer(staging, between, ours.buffer, ours.offset + target, nbytes)
         self.device.gpu.queue.submit([encoder.finish()])

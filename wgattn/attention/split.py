@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..errors import ShapeError
 from ..gpu import Device, DeviceProfile, Recording, Tensor, grid
 from . import problem as common
 from .kv_cache import KVCache
@@ -100,6 +101,8 @@ class SplitAttention:
     """
 
     def __init__(self, device: Device, num_heads: int, num_kv_heads: int, head_dim: int, *, tokens: int, length: int, scale: float | None = None):
+        if num_heads % num_kv_heads:
+            raise ShapeError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads: it does not divide.")
         scale = 1 / math.sqrt(head_dim) if scale is None else scale
         self.device = device
         self.problem = Problem(1, num_heads, num_kv_heads, tokens, length, head_dim, head_dim, scale, right=0, lengths="step")

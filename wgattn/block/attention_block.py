@@ -15,7 +15,7 @@ from ..attention.kv_cache import KVCache
 from ..attention.paths import PATHS
 from ..attention.problem import Operands, Problem, Rows
 from ..errors import ArgumentError, ShapeError, Unsupported
-from ..gpu import Device, DeviceProfile, Recording, Tensor
+from ..gpu import DeviceProfile, Recording, Store, Tensor
 from .arithmetic import resolve
 from .linear import Matrix, pad_vector, record_linear
 from .quant import QuantizedTensor, stack_rows
@@ -99,7 +99,7 @@ class QkvProjection:
     Args and errors as `AttentionBlock`.
     """
 
-    def __init__(self, device: Device, weights: Mapping[str, Any], geometry: Geometry, rope: Rope | None, arithmetic: str = "exact"):
+    def __init__(self, device: Store, weights: Mapping[str, Any], geometry: Geometry, rope: Rope | None, arithmetic: str = "exact"):
         geometry.check(rope)
         self.geometry, self.rope, self.arithmetic = geometry, rope, arithmetic
         self.gamma = device.tensor(pad_vector(weights["norm"]))
@@ -142,6 +142,7 @@ class AttentionBlock:
     """The weights of one layer's attention half, on the device, and the recording of its dispatches.
 
     Args:
+        device: what makes the tensors, a device or an arena.
         weights: norm (E,), wq (H*D, E), wk and wv (Hkv*D, E), wo (E, H*D), optional bq bk bv bo, optional q_norm and k_norm (D,) for QK-norm;
             matrices as QuantizedTensor, vectors float32.
         rope: None: no rotation.
@@ -151,7 +152,7 @@ class AttentionBlock:
         ArgumentError, ShapeError, Unsupported: as `Geometry.check`.
     """
 
-    def __init__(self, device: Device, weights: Mapping[str, Any], geometry: Geometry, rope: Rope | None, arithmetic: str | tuple[str, str] = "exact"):
+    def __init__(self, device: Store, weights: Mapping[str, Any], geometry: Geometry, rope: Rope | None, arithmetic: str | tuple[str, str] = "exact"):
         of_qkv, self.arithmetic = (arithmetic, arithmetic) if isinstance(arithmetic, str) else arithmetic
         self.geometry = geometry
         self.qkv = QkvProjection(device, weights, geometry, rope, of_qkv)
@@ -207,7 +208,7 @@ def pair_order(rope: Rope | None, heads: int, head_dim: int) -> np.ndarray | Non
     return None if rope is None else rope.pair_order(heads, head_dim)
 
 
-def head_gamma(device: Device, weights: Mapping[str, Any], geometry: Geometry, rope: Rope | None) -> Tensor | None:
+def head_gamma(device: Store, weights: Mapping[str, Any], geometry: Geometry, rope: Rope | None) -> Tensor | None:
     """The weights of QK-norm in the order of the projections' rows; ones where only one of the two has any."""
     given = [weights.get("q_norm"), weights.get("k_norm")]
     if all(g is None for g in given):
@@ -216,7 +217,7 @@ def head_gamma(device: Device, weights: Mapping[str, Any], geometry: Geometry, r
     return device.tensor(np.stack([np.ones(geometry.head_dim) if g is None else np.asarray(g)[order] for g in given]), np.float32)
 
 
-def _stack_by_kind(device: Device, matrices: list[QuantizedTensor], orders: list[np.ndarray | None], unit: int) -> list[tuple[Matrix, int]]:
+def _stack_by_kind(device: Store, matrices: list[QuantizedTensor], orders: list[np.ndarray | None], unit: int) -> list[tuple[Matrix, int]]:
     """(matrix, first row) for each run of matrices of one kind, so that a model of one kind needs one dispatch."""
     found, first = [], 0
     ordered = [m if o is None else stack_rows([m], o) for m, o in zip(matrices, orders, strict=True)]
@@ -227,7 +228,7 @@ def _stack_by_kind(device: Device, matrices: list[QuantizedTensor], orders: list
     return found
 
 
-def _stack_bias(device: Device, weights: Mapping[str, Any], orders: list[np.ndarray | None]) -> Tensor | None:
+def _stack_bias(device: Store, weights: Mapping[str, Any], orders: list[np.ndarray | None]) -> Tensor | None:
     names = (("bq", "wq"), ("bk", "wk"), ("bv", "wv"))
     if all(weights.get(b) is None for b, _ in names):
         return None

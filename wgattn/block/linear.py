@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import CapacityError
-from ..gpu import Device, DeviceProfile, Recording, grid, power_of_two
+from ..gpu import DeviceProfile, Recording, Store, grid, power_of_two
 from .quant import CHUNK, QuantizedTensor, rows_that_fit
 
 
@@ -33,7 +33,7 @@ class Matrix:
     Pieces begin at multiples of `unit` rows, so that rows which belong together stay together.
     """
 
-    def __init__(self, device: Device, matrix: QuantizedTensor, unit: int = 1):
+    def __init__(self, device: Store, matrix: QuantizedTensor, unit: int = 1):
         self.rows, self.columns = matrix.shape
         self.format = matrix.format
         self.pieces: list[Piece] = []

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..gpu import Device, Recording, Tensor
+from ..gpu import Recording, Store, Tensor
 from .arithmetic import resolve
 from .attention_block import residual_output
 from .linear import Matrix, pad_vector, record_linear
@@ -18,10 +18,11 @@ class MlpBlock:
     """The weights of one layer's MLP half, on the device, and the recording of its dispatches.
 
     Args:
+        device: what makes the tensors, a device or an arena.
         weights: norm (E,), gate and up (I, E), down (E, I), optional b_gate b_up b_down; matrices as QuantizedTensor, vectors float32.
     """
 
-    def __init__(self, device: Device, weights: Mapping[str, Any], eps: float, arithmetic: str = "exact"):
+    def __init__(self, device: Store, weights: Mapping[str, Any], eps: float, arithmetic: str = "exact"):
         self.eps, self.arithmetic = eps, arithmetic
         self.gamma = device.tensor(pad_vector(weights["norm"]))
         gate, up = weights["gate"], weights["up"]

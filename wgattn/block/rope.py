@@ -56,7 +56,12 @@ class Rope:
         return 1 if self.interleaved else self.dim // 2
 
     def pair_order(self, heads: int, head_dim: int) -> np.ndarray:
-        """Row order of a projection with heads * head_dim rows that puts the two channels of each pair next to one another."""
+        """Row order of a projection with heads * head_dim rows that puts the two channels of each pair next to one another.
+
+        ShapeError when more channels are rotated than a head has.
+        """
+        if self.dim > head_dim:
+            raise ShapeError(f"RoPE over {self.dim} channels does not fit heads of {head_dim}.")
         rotated = np.arange(self.dim) if self.interleaved else np.arange(self.dim).reshape(2, -1).T.reshape(-1)
         head = np.concatenate([rotated, np.arange(self.dim, head_dim)])
         return (np.arange(heads)[:, None] * head_dim + head).reshape(-1)

@@ -124,8 +124,8 @@ class Steps:
         width, stride = self.width, target.shape[1]
         if isinstance(source, Tensor):
             if stride == width:
-                return [(source.buffer, 4 * first * width, target.buffer, 0, 4 * count * width)]
-            return [(source.buffer, 4 * (first + t) * width, target.buffer, 4 * t * stride, 4 * width) for t in range(count)]
+                return [(source.buffer, source.offset + 4 * first * width, target.buffer, 0, 4 * count * width)]
+            return [(source.buffer, source.offset + 4 * (first + t) * width, target.buffer, 4 * t * stride, 4 * width) for t in range(count)]
         rows = np.zeros((count, stride), np.float32)
         if source is not None:
             rows[:, :width] = source[first : first + count]

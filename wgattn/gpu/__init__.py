@@ -1,5 +1,6 @@
 """Compute on a WebGPU device: devices, tensors, shaders as text, kernels, recordings. Nothing here knows of attention."""
 
+from .arena import Arena, Store
 from .device import Device, default_device
 from .kernel import Kernel
 from .profile import DeviceProfile, power_of_two
@@ -10,6 +11,7 @@ from .tensor import Slice, Tensor
 from .webgpu import list_adapters
 
 __all__ = [
+    "Arena",
     "Device",
     "DeviceProfile",
     "Kernel",
@@ -19,6 +21,7 @@ __all__ = [
     "Slice",
     "StepInput",
     "StepState",
+    "Store",
     "Tensor",
     "default_device",
     "grid",

@@ -14,7 +14,7 @@ from . import webgpu
 from .kernel import Kernel
 from .profile import DeviceProfile, describe_limits, measure_subgroup_size
 from .shader import Option, Part, assemble
-from .tensor import Tensor, dtype_of
+from .tensor import Tensor, dtype_of, storage_of
 
 
 class Device:
@@ -104,9 +104,11 @@ class Device:
     def tensor(self, array: Any, dtype: Any = None) -> Tensor:
         """Copy an array to the device. float64 becomes float32, bool becomes uint32; dtype: float32, float16, uint32 or int32."""
         array = np.asarray(array)
-        if dtype is None:
-            dtype = {"float64": np.float32, "bool": np.uint32, "int64": np.int32}.get(array.dtype.name, array.dtype)
-        dtype = dtype_of(dtype)
+        dtype = storage_of(array) if dtype is None else dtype_of(dtype)
+        if dtype.kind in "iu" and array.dtype.kind in "iu" and array.size:
+            limits = np.iinfo(dtype)
+            if int(array.min()) < limits.min or int(array.max()) > limits.max:
+                raise ArgumentError(f"Integers from {array.min()} to {array.max()} do not fit {dtype}.")
         tensor = self.empty(array.shape, dtype)
         self.write(tensor.buffer, array.astype(dtype, copy=False))
         return tensor

@@ -79,4 +79,4 @@ class Kernel:
 def _resource(bound: Any) -> dict[str, Any]:
     if isinstance(bound, Slice):
         return bound._asdict()
-    return {"buffer": bound.buffer if isinstance(bound, Tensor) else bound}
+    return bound.binding if isinstance(bound, Tensor) else {"buffer": bound}

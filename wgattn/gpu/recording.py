@@ -102,7 +102,7 @@ class Readback:
 
     def encode(self, encoder: Any) -> None:
         """Put the copy from the device into a command encoder."""
-        encoder.copy_buffer_to_buffer(self.tensor.buffer, 0, self._staging, 0, self._size)
+        encoder.copy_buffer_to_buffer(self.tensor.buffer, self.tensor.offset, self._staging, 0, self._size)
 
     def numpy(self) -> np.ndarray:
         """The contents that the last replay left; waits for it."""
@@ -135,6 +135,8 @@ class StepState:
 
     def write(self, position: int, token_ids: Sequence[int]) -> None:
         """The next replay computes these tokens (at most `chunk`), the first of them at `position` in the sequence."""
+        if len(token_ids) > self.chunk:
+            raise CapacityError(f"A step of {len(token_ids)} tokens was asked for; its recording has room for {self.chunk}.")
         words = np.zeros(self._HEAD // 4 + len(token_ids), np.uint32)
         words[:2] = position, len(token_ids)
         words[self._HEAD // 4 :] = token_ids

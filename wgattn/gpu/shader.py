@@ -135,12 +135,12 @@ def _unroll(text: str, options: Mapping[str, Option]) -> str:
 
 
 def _declaration(name: str, value: Option) -> str:
-    if isinstance(value, bool):
+    if isinstance(value, bool | np.bool_):
         return f"const {name} = {str(value).lower()};\n"
-    if isinstance(value, int):
+    if isinstance(value, int | np.integer):
         return f"const {name} = {value}u;\n"
-    if isinstance(value, float):
-        return f"const {name}: f32 = {value!r};\n"
+    if isinstance(value, float | np.floating):
+        return f"const {name}: f32 = {float(value)!r};\n"
     return f"alias {name} = {value};\n"
 
 

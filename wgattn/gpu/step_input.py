@@ -54,7 +54,7 @@ class StepInput:
         for name, array in arrays.items():
             offset, count = self._slices[name]
             if isinstance(array, Tensor):
-                self.copies.append((array.buffer, 0, self._buffer, offset, 4 * array.size))
+                self.copies.append((array.buffer, array.offset, self._buffer, offset, 4 * array.size))
             else:
                 self._host[offset // 4 : offset // 4 + (count if array is None else array.size)] = 0 if array is None else array.reshape(-1)
         self.device.write(self._buffer, self._host)

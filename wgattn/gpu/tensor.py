@@ -23,6 +23,11 @@ def dtype_of(dtype: Any) -> np.dtype:
     return found
 
 
+def storage_of(array: np.ndarray) -> np.dtype:
+    """The dtype that an array is stored in: float64 becomes float32, bool uint32, int64 int32, and what the GPU can store stays."""
+    return dtype_of({"float64": np.float32, "bool": np.uint32, "int64": np.int32}.get(array.dtype.name, array.dtype))
+
+
 class Slice(NamedTuple):
     """Part of a buffer, for binding: offset and size in bytes, the offset a multiple of 256."""
 
@@ -34,8 +39,21 @@ class Slice(NamedTuple):
 class Tensor:
     """A dense row-major array in a storage buffer: `shape`, `dtype` (NumPy), `numpy()` for a copy on the host."""
 
-    def __init__(self, device: Device, shape: tuple[int, ...], dtype: np.dtype, buffer: Any):
+    def __init__(self, device: Device, shape: tuple[int, ...], dtype: np.dtype, buffer: Any, offset: int | None = None):
         self.device, self.shape, self.dtype, self.buffer = device, tuple(shape), dtype, buffer
+        self._offset = offset
+
+    @property
+    def offset(self) -> int:
+        """Where in the buffer it begins, in bytes."""
+        return self._offset or 0
+
+    @property
+    def binding(self) -> dict[str, Any]:
+        """What a bind group holds: the whole buffer, or its part of a buffer that it shares."""
+        if self._offset is None:
+            return {"buffer": self.buffer}
+        return {"buffer": self.buffer, "offset": self._offset, "size": max(16, -(-self.nbytes // 4) * 4)}
 
     @property
     def size(self) -> int:
@@ -51,14 +69,14 @@ class Tensor:
 
     def numpy(self) -> np.ndarray:
         """A copy on the host; waits for the work submitted so far."""
-        return self.device.read(self.buffer, self.dtype, self.size).reshape(self.shape)
+        return self.device.read(self.buffer, self.dtype, self.size, self.offset).reshape(self.shape)
 
     def write(self, array: np.ndarray) -> None:
         """Replace the contents; the shape must be equal, the values are converted to the tensor's dtype."""
         array = np.asarray(array)
         if array.shape != self.shape:
             raise ShapeError(f"An array of shape {array.shape} cannot be written to a tensor of shape {self.shape}.")
-        self.device.write(self.buffer, array.astype(self.dtype, copy=False))
+        self.device.write(self.buffer, array.astype(self.dtype, copy=False), self.offset)
 
     def reshape(self, *shape: int) -> Tensor:
         """The same memory under another shape."""
@@ -70,7 +88,7 @@ class Tensor:
             shape = tuple(self.size // known if n == -1 else n for n in shape)
         if math.prod(shape) != self.size:
             raise ShapeError(f"A tensor of shape {self.shape} cannot be reshaped to {shape}.")
-        return Tensor(self.device, shape, self.dtype, self.buffer)
+        return Tensor(self.device, shape, self.dtype, self.buffer, self._offset)
 
     def __repr__(self) -> str:
         return f"Tensor(shape={self.shape}, dtype={self.dtype.name}, device={self.device.name!r})"

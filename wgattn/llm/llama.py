@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..attention.kv_cache import KVCache
+from ..attention.kv_cache import KV_DTYPES, KVCache
 from ..attention.split import SplitAttention, regimes
 from ..block.attention_block import AttentionBlock, Geometry
 from ..block.linear import Matrix, pad_vector, padded, record_linear
@@ -18,7 +18,7 @@ from ..block.mlp import MlpBlock
 from ..block.quant import QuantizedTensor
 from ..block.rope import Rope
 from ..errors import ArgumentError, CapacityError, FormatError, Unsupported
-from ..gpu import Device, DeviceProfile, Readback, Recording, StepState, Tensor, default_device
+from ..gpu import Arena, Device, DeviceProfile, Readback, Recording, StepState, Tensor, default_device
 from .gguf import ModelFile, find_model
 from .greedy import GreedyLoop
 from .sample import check_options, sample
@@ -147,12 +147,17 @@ class Llama:
         output_norm = tensors.vector("output_norm.weight", c.embed_dim)
         tensors.finish()
 
-        self.embedding = Matrix(self.device, embedding)
-        self.output = self.embedding if output is None else Matrix(self.device, output)
-        self.output_gamma = self.device.tensor(pad_vector(output_norm))
-        self.attention_blocks = [AttentionBlock(self.device, attention, geometry, self.rope) for attention, _ in layers]
-        self.mlp_blocks = [MlpBlock(self.device, mlp, c.eps) for _, mlp in layers]
-        self.caches = [KVCache(self.device, c.num_kv_heads, c.head_dim, self.capacity, kv_dtype) for _ in range(c.layers)]
+        weights = Arena(self.device, sum(t.nbytes for t in file.tensors.values()))
+        self.embedding = Matrix(weights, embedding)
+        self.output = self.embedding if output is None else Matrix(weights, output)
+        self.output_gamma = weights.tensor(pad_vector(output_norm))
+        self.attention_blocks = [AttentionBlock(weights, attention, geometry, self.rope) for attention, _ in layers]
+        self.mlp_blocks = [MlpBlock(weights, mlp, c.eps) for _, mlp in layers]
+        self.weight_bytes = weights.nbytes
+        """Bytes of weights on the device."""
+        width = c.layers * c.num_kv_heads * c.head_dim * self.capacity
+        cached = Arena(self.device, 2 * width * KV_DTYPES[kv_dtype].itemsize if kv_dtype in KV_DTYPES else 0)
+        self.caches = [KVCache(self.device, c.num_kv_heads, c.head_dim, self.capacity, kv_dtype, arena=cached) for _ in range(c.layers)]
         self._record()
 
     @classmethod
@@ -172,12 +177,6 @@ class Llama:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the file describes."""
         return Tokenizer.from_gguf(self._file)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights on the device."""
-        shared = [self.embedding] + ([] if self.output is self.embedding else [self.output])
-        return sum(m.nbytes for m in (*shared, *self.attention_blocks, *self.mlp_blocks)) + self.output_gamma.nbytes
 
     @property
     def cache_bytes(self) -> int:
