@@ -35,21 +35,23 @@ class Device:
         self.checked = os.environ.get("WGATTN_CHECKED", "") not in ("", "0") if checked is None else checked
         self.api = self.backend.api
         self.adapter = webgpu.pick_adapter(self.backend, adapter)
+        self.lowered = {name: int(value) for name, value in (limits or {}).items()}
+        """Limits that were asked to be lower than the adapter's; kernels are chosen within them even where the backend grants more."""
         try:
             self.gpu = self.backend.request_device(
-                self.adapter, webgpu.usable_features(self.backend, self.adapter), self._limits(limits or {}), self.checked
+                self.adapter, webgpu.usable_features(self.backend, self.adapter), self._limits(), self.checked
             )
         except (self.api.GPUError, RuntimeError) as error:
             raise DeviceError(f"{webgpu.describe(self.adapter)} refuses to open a device: {error}") from error
         self._kernels: dict[tuple, Kernel] = {}
         self._uniforms: dict[bytes, Any] = {}
 
-    def _limits(self, lowered: Mapping[str, int]) -> dict[str, int]:
+    def _limits(self) -> dict[str, int]:
         limits = dict(self.adapter.limits)
-        for name, value in lowered.items():
+        for name, value in self.lowered.items():
             if name not in limits:
                 raise ArgumentError(f"There is no WebGPU limit {name!r}.")
-            limits[name] = min(limits[name], int(value))
+            limits[name] = min(limits[name], value)
         return limits
 
     @property

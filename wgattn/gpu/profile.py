@@ -58,7 +58,8 @@ class DeviceProfile:
 
 def describe_limits(device: Device) -> dict:
     """The part of a profile that needs no dispatch, as keyword arguments."""
-    info, limits = device.adapter.info, device.gpu.limits
+    info = device.adapter.info
+    limits = {name: min(value, device.lowered.get(name, value)) for name, value in device.gpu.limits.items()}
     return {
         "name": info["device"] or info["description"],
         "backend": device.backend.name,
