@@ -55,6 +55,10 @@ class Geometry:
             raise Unsupported(f"Head dim {self.head_dim} and rotary dim {rotary} must be multiples of 4.")
 
 
+_NO_SCORES = ("flash", "split")
+"""Paths of attention whose one dispatch reads a query before it writes its output."""
+
+
 class StepAttention(Protocol):
     """Causal attention of a recorded step over a cache: `SplitAttention`, or `ChosenAttention`."""
 
@@ -74,7 +78,9 @@ class ChosenAttention:
 
     @property
     def path(self) -> str:
-        return choose(self._profile, self.problem).path
+        """The path for the device, among those that keep no scores in memory where one of them can run."""
+        best = choose(self._profile, self.problem).path
+        return next((p for p in (best, *_NO_SCORES) if p in _NO_SCORES and PATHS[p].unsupported(self._profile, self.problem) is None), best)
 
     @property
     def splits(self) -> int:
@@ -87,7 +93,7 @@ class ChosenAttention:
     def record(self, recording: Recording, *, step: Any, query: Tensor, cache: KVCache, out: Tensor) -> None:
         """Append the dispatches: token t of the step sees keys 0 .. position + t. query and out: (tokens, at least H * D) float32."""
         p = replace(self.problem, kv_dtype=cache.dtype, keys=min(self.problem.keys, cache.capacity))
-        p = replace(p, in_place=query is out and self._splits(p) == 1)  # else another dispatch joins the parts and writes
+        p = replace(p, in_place=query is out and self.path in _NO_SCORES and self._splits(p) == 1)  # else other dispatches read and write them
         rows = Rows(query, 0, p.head_dim, query.shape[1])
         operands = Operands(rows, cache.rows(cache.keys), cache.rows(cache.values), Rows(out, 0, p.head_dim, out.shape[1]), step=step)
         PATHS[self.path].record(recording, p, operands)
@@ -167,8 +173,8 @@ class AttentionBlock:
         """Append h += wo . attention(norm(h)) for up to `tokens` tokens, writing their rows of the cache.
 
         state: `step`, the residual stream `h` (tokens, padded E), scratch `query` and `attended` (tokens, padded H*D), which may be one tensor
-        for a `ChosenAttention`, the table `rope`. With `y` (tokens, any stride) in it: y = residual + wo . attention(norm(h)); `residual` may be
-        y, else its rows are `residual_stride` long.
+        for a `ChosenAttention`, the table `rope`. With `y` (tokens, any stride) in it: y = residual + wo . attention(norm(h)); `residual` has
+        the same stride, and may be y.
         """
         self.qkv.record(recording, cache, state, tokens)
         attention.record(recording, step=state["step"], query=state["query"], cache=cache, out=state["attended"])
@@ -190,12 +196,7 @@ def residual_output(state: Mapping[str, Any]) -> dict[str, Any]:
     y = state.get("y", state["h"])
     if y is state["h"] or y is state["residual"]:
         return {"output": "add", "outputs": {"y": y}, "y_stride": y.shape[1]}
-    return {
-        "output": "residual",
-        "outputs": {"y": y, "residual": state["residual"]},
-        "y_stride": y.shape[1],
-        "options": {"RESIDUAL_STRIDE": state.get("residual_stride", y.shape[1])},
-    }
+    return {"output": "residual", "outputs": {"y": y, "residual": state["residual"]}, "y_stride": y.shape[1]}
 
 
 def rope_options(rope: Rope | None) -> dict[str, int]:

@@ -478,30 +478,29 @@ def _outproj_mlp(device: Device, rows: np.ndarray, residual: np.ndarray, wo: Any
         x=state["attended"],
         output="residual",
         outputs={"y": state["h"], "residual": state["residual"]},
-        options={"RESIDUAL_STRIDE": AE},
         tokens=tokens,
         y_stride=padded(AE),
         bias=None if bo is None else device.tensor(bo),
         arithmetic=resolve(device, wo, tokens, arithmetic),
         label="output projection, residual",
     )
-    after = {"step": step.step, "h": state["h"], "hidden": state["hidden"], "y": state["y"], "residual": state["h"], "residual_stride": padded(AE)}
+    after = {"step": step.step, "h": state["h"], "hidden": state["hidden"], "y": state["y"], "residual": state["h"]}
     mlp.record(recording, after, tokens)
     out = np.empty((T, AE), np.float32)
     for first in range(0, T, tokens):
         count = min(tokens, T - first)
         device.write(step.buffer, np.array([0, count], np.uint32))
-        columns = np.zeros((count, padded(wo.columns)), np.float32)
-        columns[:, : wo.columns] = rows[first : first + count]
-        device.write(state["attended"].buffer, columns)
-        device.write(state["residual"].buffer, residual[first : first + count])
+        for name, array in (("attended", rows), ("residual", residual)):
+            wide = np.zeros((count, state[name].shape[1]), np.float32)
+            wide[:, : array.shape[1]] = array[first : first + count]
+            device.write(state[name].buffer, wide)
         recording.replay()
-        out[first : first + count] = device.read(state["y"].buffer, np.float32, count * AE).reshape(count, AE)
+        out[first : first + count] = device.read(state["y"].buffer, np.float32, count * padded(AE)).reshape(count, -1)[:, :AE]
     return out
 
 
 def _outproj_mlp_buffers(tokens: int, AE: int, attended: int, AI: int) -> dict[str, tuple[int, int]]:
-    ends = {"attended": (tokens, padded(attended)), "residual": (tokens, AE), "h": (tokens, padded(AE)), "y": (tokens, AE)}
+    ends = {"attended": (tokens, padded(attended)), **dict.fromkeys(("residual", "h", "y"), (tokens, padded(AE)))}
     return ends | mlp_buffers(AE, AI, tokens)
 
 
@@ -529,8 +528,8 @@ def attention_scratch_size(
     chunk = attention_chunk(profile, embed_dim, num_heads * head_dim, tokens)
     geometry = Geometry(num_heads, num_kv_heads or num_heads, head_dim, 0.0)
     splits = ChosenAttention(profile, geometry, chunk, capacity or tokens).splits
-    shapes = {"x": (chunk, padded(embed_dim)), "residual": (chunk, embed_dim), "y": (chunk, embed_dim)}
-    return nbytes(shapes | attention_buffers(embed_dim, num_heads, 1, head_dim, chunk)) + partial_bytes(num_heads, head_dim, splits, chunk)
+    ends = dict.fromkeys(("x", "residual", "y"), (chunk, padded(embed_dim)))
+    return nbytes(ends | attention_buffers(embed_dim, num_heads, 1, head_dim, chunk)) + partial_bytes(num_heads, head_dim, splits, chunk)
 
 
 def attention_q8_0_scratch_size(

@@ -10,11 +10,12 @@ import numpy as np
 from ..attention.arguments import floating
 from ..errors import ArgumentError, CapacityError, ShapeError
 from ..gpu import Device, DeviceProfile, Readback, Recording, StepInput, StepState, Tensor
+from ..gpu.recording import Copy
 from .linear import padded
 
 Array = Any
 Record = Callable[[Recording, Mapping[str, Any], int, int], None]
-"""(recording, state, tokens, keys at most): appends a block's dispatches. The state has step, h, y, residual, residual_stride."""
+"""(recording, state, tokens, keys at most): appends a block's dispatches. The state has step, h, y and residual, rows of the last two equally long."""
 
 
 def chunk_tokens(profile: DeviceProfile, width: int) -> int:
@@ -43,16 +44,16 @@ class Steps:
 
     def prepare_decode(self) -> Steps:
         """Make every object that a decode step needs; returns the steps."""
-        self._input = StepInput(self.device, {"x": padded(self.width)} | ({"residual": self.width} if self._takes_residual else {}))
-        self._out = self.device.empty((1, self.width))
+        self._input = StepInput(self.device, {"x": padded(self.width)} | ({"residual": padded(self.width)} if self._takes_residual else {}))
+        y = self.device.empty((1, padded(self.width)))
+        self._out = Tensor(self.device, (1, self.width), y.dtype, y.buffer)
         self._readback = Readback(self._out)
-        state = self._state(self._input.step, self._input["x"], self._input["residual"] if self._takes_residual else None, self._out)
+        state = self._state(self._input.step, self._input["x"], self._input["residual"] if self._takes_residual else None, y)
         self._decode = [(limit, self._recorded(state, 1, limit)) for limit in self._limits]
         return self
 
     def _state(self, step: Any, x: Any, residual: Any, y: Tensor) -> dict[str, Any]:
-        stride = padded(self.width) if residual is None else self.width
-        return {"step": step, "h": x, "residual": x if residual is None else residual, "residual_stride": stride, "y": y}
+        return {"step": step, "h": x, "residual": x if residual is None else residual, "y": y}
 
     def _recorded(self, state: Mapping[str, Any], tokens: int, limit: int) -> Recording:
         recording = Recording(self.device)
@@ -104,33 +105,40 @@ class Steps:
             recording.replay(copies=copies)
             if isinstance(out, Tensor):
                 encoder = self.device.gpu.create_command_encoder()
-                encoder.copy_buffer_to_buffer(state["y"].buffer, 0, out.buffer, 4 * first * self.width, 4 * count * self.width)
+                for move in _moves(state["y"], 0, out, first, count, self.width):
+                    encoder.copy_buffer_to_buffer(*move)
                 self.device.gpu.queue.submit([encoder.finish()])
             else:
-                out[first : first + count] = self.device.read(state["y"].buffer, np.float32, count * self.width).reshape(count, -1)
+                read = self.device.read(state["y"].buffer, np.float32, count * padded(self.width))
+                out[first : first + count] = read.reshape(count, -1)[:, : self.width]
         return out if isinstance(out, Tensor) else out.astype(_result_dtype(x), copy=False)
 
     def _chunks(self) -> tuple[StepState, dict[str, Any], Recording]:
         if self._chunk is None:
             device, step = self.device, StepState(self.device, 1)
-            residual = device.empty((self.chunk, self.width)) if self._takes_residual else None
-            x, y = device.empty((self.chunk, padded(self.width))), device.empty((self.chunk, self.width))
+            x, y, residual = (device.empty((self.chunk, padded(self.width))) if wanted else None for wanted in (True, True, self._takes_residual))
             state = self._state(step.step, x, residual, y)
             self._chunk = step, state, self._recorded(state, self.chunk, 2**32)
         return self._chunk
 
-    def _bring(self, target: Tensor, source: Array | None, first: int, count: int) -> list[tuple[Any, int, Any, int, int]]:
+    def _bring(self, target: Tensor, source: Array | None, first: int, count: int) -> list[Copy]:
         """Rows of the source into the first rows of the target: written, or as copies that the replay has to begin with."""
-        width, stride = self.width, target.shape[1]
         if isinstance(source, Tensor):
-            if stride == width:
-                return [(source.buffer, source.offset + 4 * first * width, target.buffer, 0, 4 * count * width)]
-            return [(source.buffer, source.offset + 4 * (first + t) * width, target.buffer, 4 * t * stride, 4 * width) for t in range(count)]
-        rows = np.zeros((count, stride), np.float32)
+            return _moves(source, first, target, 0, count, self.width)
+        rows = np.zeros((count, target.shape[1]), np.float32)
         if source is not None:
-            rows[:, :width] = source[first : first + count]
+            rows[:, : self.width] = source[first : first + count]
         self.device.write(target.buffer, rows)
         return []
+
+
+def _moves(source: Tensor, first: int, target: Tensor, place: int, count: int, width: int) -> list[Copy]:
+    """Copies of rows, `width` channels of each, from row `first` to row `place` on; one copy where rows have no padding."""
+    whole = source.shape[1] == target.shape[1] == width
+    begin, end = source.offset + 4 * first * source.shape[1], target.offset + 4 * place * target.shape[1]
+    if whole:
+        return [(source.buffer, begin, target.buffer, end, 4 * count * width)]
+    return [(source.buffer, begin + 4 * t * source.shape[1], target.buffer, end + 4 * t * target.shape[1], 4 * width) for t in range(count)]
 
 
 def _result_dtype(x: np.ndarray) -> type:

@@ -113,7 +113,7 @@ def _project(
 
 def _add_residual(recording: Recording, state: Mapping[str, Any], columns: int, tokens: int) -> None:
     projected, y = state["projected"], state["y"]
-    strides = {"a_stride": projected.shape[1], "b_stride": state.get("residual_stride", y.shape[1]), "b_first": 0, "y_stride": y.shape[1]}
+    strides = {"a_stride": projected.shape[1], "b_stride": y.shape[1], "b_first": 0, "y_stride": y.shape[1]}
     buffers = {"a": projected, "b": state["residual"], "y": y}
     _elementwise(recording, state, "add", buffers, {"columns": columns, **strides}, tokens, "residual")
 
