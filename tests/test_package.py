@@ -61,3 +61,8 @@ def test_unpacked_elsewhere_it_finds_its_shaders(wheel, tmp_path):
     code = CHECK.format(unpacked=str(tmp_path), packages=str(Path(np.__file__).parent.parent))
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "found\n"), done.stderr
+
+
+def test_the_readmes_table_of_paths_is_what_explain_prints():
+    done = subprocess.run([sys.executable, ROOT / "tools" / "readme.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, f"run tools/readme.py\n{done.stderr}"

@@ -24,7 +24,7 @@ class Path(Protocol):
 
 
 class SplitPath:
-    """Split-KV: for decoding and a few queries."""
+    """Decoding: a few queries, the keys split among workgroups."""
 
     def unsupported(self, profile: DeviceProfile, problem: Problem) -> str | None:
         shape = split.choose_split(profile, problem)
@@ -43,7 +43,7 @@ class SplitPath:
 
 
 class FlashPath:
-    """Tiled online softmax: for prefill."""
+    """Prefill: tiles of queries, online softmax, no scores in memory."""
 
     def unsupported(self, profile: DeviceProfile, problem: Problem) -> str | None:
         limit = profile.max_workgroups
@@ -62,7 +62,7 @@ class FlashPath:
 
 
 class UnfusedPath:
-    """Scores in memory, three dispatches: the original's way for decoding and short prefill."""
+    """Short prompts: the original's way, scores in memory, three dispatches."""
 
     def unsupported(self, profile: DeviceProfile, problem: Problem) -> str | None:
         return unfused.unsupported(profile, problem)
@@ -75,7 +75,7 @@ class UnfusedPath:
 
 
 class GemmPath:
-    """Two products of padded matrices, seven dispatches: the original's way for long prefill."""
+    """Long prompts: the original's way, two products of padded matrices, seven dispatches."""
 
     def unsupported(self, profile: DeviceProfile, problem: Problem) -> str | None:
         return gemm.unsupported(profile, problem)
