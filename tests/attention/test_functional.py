@@ -202,6 +202,13 @@ def test_any_head_dim_and_values_of_another(rng, check, path, D, Dv, dtype):
     check(*draw(rng, 2, 4, 2, 3, 6, D, Dv, dtype), path=path, is_causal=True)
 
 
+@every_path
+def test_an_odd_number_of_f16_outputs(rng, check, path):
+    """The last word is half one."""
+    check(*draw(rng, 1, 1, 1, 3, 6, 8, 5, F16), path=path)
+    check(*draw(rng, 1, 1, 1, 1, 6, 8, 1, F16), path=path)
+
+
 # ---- the softmax
 
 

@@ -44,7 +44,7 @@ def test_rms_norm_of_any_width(device, rng, monkeypatch, width, dtype):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rms_norm_in_every_kernel_shape(devices, rng, monkeypatch, variant):
     device, guard = devices[variant], Guard(monkeypatch)
-    for width, rows, dtype in ((96, 11, F32), (37, 70, F16), (1, 3, F32), (300, 1, F32)):
+    for width, rows, dtype in ((96, 11, F32), (37, 70, F16), (5, 3, F16), (1, 3, F32), (300, 1, F32)):
         x, weight = rng.standard_normal((rows, width)).astype(dtype), rng.standard_normal(width).astype(F32)
         expected = reference.rms_norm(x, weight)
         y = wgattn.rms_norm(x, weight, device=device)
