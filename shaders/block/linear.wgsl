@@ -3,7 +3,7 @@
 // A team of LANES invocations computes ROWS rows of W for TOKENS tokens; its lanes share the columns in chunks of 16.
 // The norm's scale is one number a token, so it is applied after the dot products and costs no pass of its own.
 // Weights are affine in chunks, w = scale * code + offset, so a chunk's dot is scale * (codes . x) + offset * sum(x).
-// Workgroup memory: that of the team part and of heads_norm.
+// Workgroup memory: that of the team part, of norm_shared and of heads_norm.
 // Options: LANES, ROWS (a multiple of 4), QUADS = ROWS / 4, TOKENS, WORKGROUP; parts: step, weights_* or codes_* and scales_*, norm_*, bias_*, team_*, token_*, heads_*, output_*.
 
 struct Params { columns: u32, rows: u32, x_stride: u32, y_stride: u32, first_row: u32, eps: f32 }
@@ -30,10 +30,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   //@ end
   //@ end
   let chunks = (params.columns + 15u) / 16u;
+  norm_prepare(x0, index);
   for (var chunk = lane; chunk < chunks; chunk += LANES) {
     let gain = norm_gain(chunk);
     //@ unroll t in 0..TOKENS
-    let raw$t = mat4x4<f32>(x[x$t + chunk * 4u], x[x$t + chunk * 4u + 1u], x[x$t + chunk * 4u + 2u], x[x$t + chunk * 4u + 3u]);
+    let raw$t = mat4x4<f32>(norm_input(x$t, chunk * 4u), norm_input(x$t, chunk * 4u + 1u), norm_input(x$t, chunk * 4u + 2u), norm_input(x$t, chunk * 4u + 3u));
     squares$t += norm_squares(raw$t);
     let in$t = norm_apply(raw$t, gain);
     let total$t = in$t[0] + in$t[1] + in$t[2] + in$t[3];

@@ -126,8 +126,8 @@ def choose_linear(profile: DeviceProfile, rows: int, columns: int, tokens: int, 
         lanes = min(free.lanes, power_of_two(most))
         return LinearShape(lanes, 4, free.tokens, lanes * head_dim // 4)
     if profile.software:
-        workgroup = 64 if rows >= 8192 else 16
-        return LinearShape(1, 4, 1, workgroup) if tokens == 1 else LinearShape(1, 8, 4, 8)
+        workgroup = 64 if rows >= 8192 else 16 if rows >= 1024 else 8
+        return LinearShape(1, 8, 1, workgroup) if tokens == 1 else LinearShape(1, 8, 4, 8)
     if tiled and tokens >= 16:
         fit = [t for t in _TILES if t.workgroup_bytes <= profile.workgroup_memory and t.workgroup <= profile.max_invocations]
         enough = [t for t in fit if -(-rows // t.rows) * -(-tokens // t.tokens) >= _GPU_TILES]
@@ -175,17 +175,22 @@ def record_linear(
     head_dim = 0 if head_gamma is None else (options or {})["HEAD_DIM"]
     columns = matrix.columns // 2 if arithmetic == "int8" else matrix.columns  # lanes of int8 take 32 columns at a time instead of 16
     shape = choose_linear(device.profile, matrix.rows, columns, tokens, head_dim, tiled=arithmetic == "exact")
+    norm = "none" if gamma is None else "rms"
+    if gamma is not None and arithmetic == "exact" and device.profile.software and tokens == 1:
+        room = device.profile.workgroup_memory - 8 * shape.workgroup  # less what norm_shared and heads_norm keep besides
+        norm = "shared" if 4 * padded(matrix.columns) <= room else "rms"
     kernel = device.kernel(
         "block/linear_int8" if arithmetic == "int8" else shape.main,
         "step",
         *matrix.format.parts,
-        f"block/parts/norm_{'none' if gamma is None else 'rms'}",
+        f"block/parts/norm_{norm}",
         f"block/parts/bias_{'none' if bias is None else 'add'}",
         *shape.parts(device.profile),
         f"block/parts/token_{token}",
         f"block/parts/heads_{'plain' if head_gamma is None else 'norm'}",
         f"block/parts/output_{output}",
         *parts,
+        COLUMNS=matrix.columns if norm == "shared" else 0,
         **shape.options(device.profile),
         **matrix.format.options,
         **(options or {}),

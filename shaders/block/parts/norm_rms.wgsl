@@ -1,5 +1,7 @@
 // RMSNorm in front of the projection: x * gamma / sqrt(mean(x^2) + eps).        reference.rms_norm
 var<storage, read> gamma: array<vec4<f32>>;      // (columns padded to 16) f32
+fn norm_prepare(at: u32, index: u32) {}
+fn norm_input(at: u32, i: u32) -> vec4<f32> { return x[at + i]; }
 fn norm_gain(chunk: u32) -> mat4x4<f32> {
   return mat4x4<f32>(gamma[chunk * 4u], gamma[chunk * 4u + 1u], gamma[chunk * 4u + 2u], gamma[chunk * 4u + 3u]);
 }
