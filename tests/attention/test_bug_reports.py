@@ -141,6 +141,9 @@ def test_tuned_prefill_with_few_kv_heads(device, rng, monkeypatch, tmp_path, pat
     q, k, v = draw(rng, 1, 16, 2, 640, 640, 8)
     problem = wgattn.explain(q, k, v, is_causal=True, path=path).problem
     monkeypatch.setattr(tune, "rounded", lambda p: replace(p, queries=16, keys=16, right=OPEN))  # short work for the clock, the same heads
+    flash_shapes, gemm_shapes = tune.flash_candidates, tune.gemm_candidates
+    monkeypatch.setattr(tune, "flash_candidates", lambda *args: flash_shapes(*args)[:4])
+    monkeypatch.setattr(tune, "gemm_candidates", lambda *args: gemm_shapes(*args)[:4])
     tune.tuned_shape(device, path, problem)
     guard = Guard(monkeypatch)
     assert_close(sdpa(q, k, v, is_causal=True, path=path), reference.attention(q, k, v, is_causal=True)[0], max_error=2e-5, path=path)
@@ -251,20 +254,19 @@ def session(seed, prompt, steps):
 """
 
 
-def test_sessions_one_after_the_other_equal_those_of_fresh_processes(tmp_path):
+def test_sessions_one_after_the_other_equal_that_of_a_fresh_process(tmp_path):
     """alibaba/MNN issue 3370: the first run was right, later ones were not."""
-    code = _SESSION + "np.save(sys.argv[1], session(*map(int, sys.argv[2:])))"
     space: dict[str, Any] = {}
     exec(_SESSION, space)
-    sessions = [(1, 7, 3), (2, 40, 5), (1, 7, 3), (3, 2, 1), (2, 40, 5)]
-    here = [space["session"](*s) for s in sessions]
+    short, long, other = (1, 7, 3), (2, 40, 5), (3, 2, 1)
+    here = [space["session"](*s) for s in (short, long, short, other, long)]
     assert all(np.isfinite(out).all() for out in here)
-    for number in (1, 2):
-        subprocess.run([sys.executable, "-c", code, str(tmp_path / "out.npy"), *map(str, sessions[number])], check=True, timeout=120)
-        there = np.load(tmp_path / "out.npy")
-        for session, out in zip(sessions, here, strict=True):
-            if session == sessions[number]:
-                assert np.array_equal(out, there)
+    assert np.array_equal(here[0], here[2])
+    code = _SESSION + "np.save(sys.argv[1], session(*map(int, sys.argv[2:])))"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "out.npy"), *map(str, long)], check=True, timeout=120)
+    there = np.load(tmp_path / "out.npy")
+    assert np.array_equal(here[1], there)
+    assert np.array_equal(here[4], there)
 
 
 def test_a_cache_of_f16_with_large_products(device, rng):
@@ -351,7 +353,7 @@ def test_splits_without_a_key(devices, rng, monkeypatch, splits, variant, number
 @pytest.mark.parametrize("number", [1, 2, 7, 33, 64])
 def test_every_number_of_splits_and_every_way_to_add_up_agree(devices, rng, splits, number):
     """ggml-org/llama.cpp PR 23040, microsoft/onnxruntime PR 23637, ggml-org/ggml PR 1619: a subgroup of 32, or a lane a split, was taken for granted."""
-    q, k, v = draw(rng, 1, 4, 2, 2, 300, 64)
+    q, k, v = draw(rng, 1, 4, 2, 2, 300, 32)
     plain = sdpa(q, k, v, path="split", device=devices["software"])
     splits(number)
     for variant in ("software", "gpu_shape", "gpu_shape_no_subgroup", "gpu_shape_32_lanes"):
@@ -440,7 +442,7 @@ def test_small_bindings_give_the_same_bits(devices, device, rng, path):
     """mlc-ai/web-llm issue 209: a binding may be small. 1 MiB: scores are computed in rounds of heads."""
     small = devices["small_binding"]
     assert small.profile.max_binding == 1 << 20
-    q, k, v = draw(rng, 1, 4, 2, 200, 400, 64)
+    q, k, v = draw(rng, 1, 4, 2, 200, 400, 8)
     for options in ({}, {"is_causal": True, "softcap": 3.0}):
         assert np.array_equal(sdpa(q, k, v, path=path, device=small, **options), sdpa(q, k, v, path=path, device=device, **options))
 

@@ -79,9 +79,9 @@ def test_layouts_are_the_same_but_for_the_order_of_axes(rng, check, path):
 
 @pytest.mark.parametrize(
     ("q_dtype", "kv_dtype", "out_dtype"),
-    [(F32, F32, F32), (F16, F16, F16), (np.float64, np.float64, F32), (F16, F32, F16), (F32, F16, F32), (np.float64, F16, F32), (F16, np.float64, F16)],
+    [(F32, F32, F32), (F16, F16, F16), (np.float64, np.float64, F32), (F16, np.float64, F16), (np.float64, F16, F32)],
 )
-@every_path
+@pytest.mark.parametrize("path", ["auto", "gemm"])
 def test_the_output_has_the_dtype_of_the_query(rng, path, q_dtype, kv_dtype, out_dtype):
     arrays = draw(rng, 1, 2, 1, 3, 6, 8)
     q, k, v = (a.astype(t) for a, t in zip(arrays, (q_dtype, kv_dtype, kv_dtype), strict=True))
@@ -196,8 +196,7 @@ def test_keys_of_a_head_are_its_own_too(rng, check, path):
 
 
 @every_path
-@pytest.mark.parametrize(("D", "Dv"), [(5, 5), (6, 9), (7, 8), (8, 16), (1, 2)])
-@pytest.mark.parametrize("dtype", [F32, F16])
+@pytest.mark.parametrize(("D", "Dv", "dtype"), [(5, 5, F32), (6, 9, F32), (7, 8, F16), (8, 16, F32), (1, 2, F32), (5, 7, F16)])
 def test_any_head_dim_and_values_of_another(rng, check, path, D, Dv, dtype):
     check(*draw(rng, 2, 4, 2, 3, 6, D, Dv, dtype), path=path, is_causal=True)
 
