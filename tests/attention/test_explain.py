@@ -99,7 +99,7 @@ def operands(device: Device, problem: Problem) -> Operands:
 def test_auto_never_refuses_and_few_queries_go_to_split(profile):
     for name, problem in SIZES.items():
         choice = choose(profile, problem)
-        assert choice.path == ("split" if problem.queries <= 8 else "gemm" if profile.software else "flash"), name
+        assert choice.path == ("split" if problem.queries <= 8 else "flash"), name
         assert str(problem.queries) in choice.reason
 
 
@@ -218,10 +218,10 @@ def arrays(S: int = 3, T: int = 6, D: int = 8) -> list[np.ndarray]:
     return [np.zeros(shape, np.float32) for shape in ((2, 4, S, D), (2, 2, T, D), (2, 2, T, D))]
 
 
-@pytest.mark.parametrize(("S", "path"), [(1, "split"), (8, "split"), (9, "many"), (200, "many")])
+@pytest.mark.parametrize(("S", "path"), [(1, "split"), (8, "split"), (9, "flash"), (200, "flash")])
 def test_explain_tells_the_path_and_runs_nothing(device, tmp_path, monkeypatch, S, path):
     monkeypatch.setenv("WGATTN_CACHE_DIR", str(tmp_path))  # nothing is tuned
-    path = path.replace("many", "gemm" if device.profile.software else "flash")
+    assert device.profile
     calls = Calls(device, monkeypatch)
     told = wgattn.explain(*arrays(S, 256), np.zeros((S, 256), bool), is_causal=True, softcap=3.0, return_lse=True)
     assert dict(calls) == {}, "nothing is made, written or submitted"

@@ -33,12 +33,10 @@ def choose(profile: DeviceProfile, problem: Problem, path: str = "auto") -> Choi
         if missing:
             raise Unsupported(f"Path {path!r} cannot run this on {profile.name}: {missing}")
         return Choice(path, "asked for")
-    few = problem.queries <= _FEW
-    wanted = ["split", "flash"] if few else ["gemm", "flash", "split"] if profile.software else ["flash", "split"]
+    wanted = ["split", "flash"] if problem.queries <= _FEW else ["flash", "split"]
     reasons = {
         "split": f"{problem.queries} queries: keys are read once for all heads that share them",
         "flash": f"{problem.queries} queries: no scores in memory, each key serves many queries",
-        "gemm": f"{problem.queries} queries on a CPU: large register tiles matter more than memory for scores",
     }
     for name in (*wanted, *(p for p in PATHS if p not in wanted)):
         if PATHS[name].unsupported(profile, problem) is None:

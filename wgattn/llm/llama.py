@@ -11,8 +11,8 @@ from functools import cached_property
 import numpy as np
 
 from ..attention.kv_cache import KV_DTYPES, KVCache
-from ..attention.split import SplitAttention, regimes
-from ..block.attention_block import AttentionBlock, Geometry
+from ..attention.split import regimes
+from ..block.attention_block import AttentionBlock, ChosenAttention, Geometry
 from ..block.linear import Matrix, pad_vector, padded, record_linear
 from ..block.mlp import MlpBlock
 from ..block.quant import QuantizedTensor
@@ -214,7 +214,8 @@ class Llama:
 
     def _recording(self, tokens: int, length: int, output: bool) -> Recording:
         c, recording = self.config, Recording(self.device)
-        attention = SplitAttention(self.device, c.num_heads, c.num_kv_heads, c.head_dim, tokens=tokens, length=length)
+        geometry = Geometry(c.num_heads, c.num_kv_heads, c.head_dim, c.eps)
+        attention = ChosenAttention(self.device.profile, geometry, tokens, min(length, self.capacity))
         stored = self.embedding.format
         kernel = self.device.kernel("block/embed", "step", *stored.parts, **stored.options, WORKGROUP=min(64, self.device.profile.max_invocations))
         for piece in self.embedding:
