@@ -23,8 +23,8 @@ class FlashShape:
 def choose_flash(profile: DeviceProfile, problem: Problem) -> FlashShape:
     """The shape for a problem on a device; pure."""
     if profile.software:
-        keys = 8 if problem.value_width <= 16 else 4
-        rows = power_of_two(min(8 if problem.value_width <= 32 else 4, problem.queries * problem.ratio // 16))  # and not fewer lanes than a CPU has
+        keys, most = (8, 8) if problem.value_width <= 16 else (4, 4) if problem.value_width <= 32 else (4, 2)  # more text takes seconds to compile
+        rows = power_of_two(min(most, problem.queries * problem.ratio // 16))  # and not fewer lanes than a CPU has
         return FlashShape(1, rows, keys, 8)
     widest = max(4, min(profile.subgroup_size or 16, 32))
     lanes = 1 << (widest.bit_length() - 1)
