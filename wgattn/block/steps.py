@@ -18,15 +18,15 @@ Record = Callable[[Recording, Mapping[str, Any], int, int], None]
 """(recording, state, tokens, keys at most): appends a block's dispatches. The state has step, h, y and residual, rows of the last two equally long."""
 
 
-def chunk_tokens(profile: DeviceProfile, width: int) -> int:
+def chunk_tokens(profile: DeviceProfile, width: int, most: int = 256) -> int:
     """Tokens that one replay computes, where a row of the widest buffer has `width` floats; pure.
 
-    A CPU gains nothing from more than 64, a GPU needs them to be busy; a small binding limit may allow fewer.
+    A CPU gains nothing from more than 64, a GPU needs up to `most` to be busy; a small binding limit may allow fewer.
     """
     fits = profile.max_binding // (4 * width)
     if not fits:
         raise CapacityError(f"One token takes {4 * width} bytes of activations; {profile.name} can bind {profile.max_binding}.")
-    return min(64 if profile.software else 256, fits)
+    return min(64 if profile.software else most, fits)
 
 
 class Steps:

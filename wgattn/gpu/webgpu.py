@@ -52,7 +52,7 @@ class Backend:
     def adapters(self) -> list[Any]:
         return list(self.api.gpu.enumerate_adapters_sync())
 
-    def request_device(self, adapter: Any, features: Iterable[str], limits: Mapping[str, int], checked: bool) -> Any:
+    def request_device(self, adapter: Any, features: Iterable[str], limits: Mapping[str, int]) -> Any:
         return adapter.request_device_sync(required_features=list(features), required_limits=dict(limits))
 
     def create_module(self, device: Any, text: str, label: str, checked: bool) -> Any:
@@ -91,7 +91,7 @@ class DawnBackend(Backend):
         self._extras = importlib.import_module("wgpudawn.backends.dawn.extras")
         self._extras.set_instance_extras(enable_toggles=["allow_unsafe_apis", "vulkan_enable_f16_on_nvidia", "use_vulkan_memory_model"])
 
-    def request_device(self, adapter: Any, features: Iterable[str], limits: Mapping[str, int], checked: bool) -> Any:
+    def request_device(self, adapter: Any, features: Iterable[str], limits: Mapping[str, int]) -> Any:
         return self._extras.request_device_sync(
             adapter, required_features=list(features), required_limits=dict(limits), disable_toggles=["timestamp_quantization"]
         )

@@ -17,8 +17,9 @@ from ..block.linear import Matrix, pad_vector, padded, record_linear
 from ..block.mlp import MlpBlock
 from ..block.quant import QuantizedTensor
 from ..block.rope import Rope
+from ..block.steps import chunk_tokens
 from ..errors import ArgumentError, CapacityError, FormatError, Unsupported
-from ..gpu import Arena, Device, DeviceProfile, Readback, Recording, StepState, Tensor, default_device
+from ..gpu import Arena, Device, Readback, Recording, StepState, Tensor, default_device
 from .gguf import ModelFile, find_model
 from .greedy import GreedyLoop
 from .sample import check_options, sample
@@ -142,7 +143,7 @@ class Llama:
         output = tensors.matrix("output.weight", (c.vocab_size, c.embed_dim)) if "output.weight" in tensors.left else None
         factors = tensors.vector("rope_freqs.weight", c.rope_dim // 2, optional=True)
         self.rope = Rope(c.rope_base, c.rope_dim, interleaved=c.rope_interleaved, scaling=c.rope_scaling, factors=factors)
-        geometry = Geometry(c.num_heads, c.num_kv_heads, c.head_dim, c.eps)
+        self._geometry = Geometry(c.num_heads, c.num_kv_heads, c.head_dim, c.eps)
         layers = [_layer(tensors, c, i) for i in range(c.layers)]  # all of the file is checked before anything goes to the device
         output_norm = tensors.vector("output_norm.weight", c.embed_dim)
         tensors.finish()
@@ -151,7 +152,7 @@ class Llama:
         self.embedding = Matrix(weights, embedding)
         self.output = self.embedding if output is None else Matrix(weights, output)
         self.output_gamma = weights.tensor(pad_vector(output_norm))
-        self.attention_blocks = [AttentionBlock(weights, attention, geometry, self.rope) for attention, _ in layers]
+        self.attention_blocks = [AttentionBlock(weights, attention, self._geometry, self.rope) for attention, _ in layers]
         self.mlp_blocks = [MlpBlock(weights, mlp, c.eps) for _, mlp in layers]
         self.weight_bytes = weights.nbytes
         """Bytes of weights on the device."""
@@ -193,7 +194,7 @@ class Llama:
     def _record(self) -> None:
         """Make every recording that a step can need: nothing is built after this."""
         c, device = self.config, self.device
-        self.chunk = prefill_chunk(device.profile, padded(max(c.embed_dim, c.num_heads * c.head_dim, c.hidden_dim)))
+        self.chunk = chunk_tokens(device.profile, padded(max(c.embed_dim, c.num_heads * c.head_dim, c.hidden_dim)), most=512)
         self._state = StepState(device, self.chunk)
         shape = lambda width: (self.chunk, padded(width))  # noqa: E731
         self._scratch = {
@@ -214,8 +215,7 @@ class Llama:
 
     def _recording(self, tokens: int, length: int, output: bool) -> Recording:
         c, recording = self.config, Recording(self.device)
-        geometry = Geometry(c.num_heads, c.num_kv_heads, c.head_dim, c.eps)
-        attention = ChosenAttention(self.device.profile, geometry, tokens, min(length, self.capacity))
+        attention = ChosenAttention(self.device.profile, self._geometry, tokens, min(length, self.capacity))
         stored = self.embedding.format
         kernel = self.device.kernel("block/embed", "step", *stored.parts, **stored.options, WORKGROUP=min(64, self.device.profile.max_invocations))
         for piece in self.embedding:
@@ -384,14 +384,3 @@ def _layer(tensors: _Tensors, c: LlamaConfig, i: int) -> tuple[dict, dict]:
         "down": tensors.matrix(prefix + "ffn_down.weight", (c.embed_dim, c.hidden_dim)),
     }
     return attention, mlp
-
-
-def prefill_chunk(profile: DeviceProfile, width: int) -> int:
-    """Tokens of a prompt that one replay computes, `width` floats of activations each; pure.
-
-    A CPU gains nothing from more than 64, a GPU needs them to be busy; a small binding limit may allow fewer.
-    """
-    fits = profile.max_binding // (4 * width)
-    if not fits:
-        raise CapacityError(f"One token takes {4 * width} bytes of activations; {profile.name} can bind {profile.max_binding}.")
-    return min(64 if profile.software else 512, fits)
