@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from wgattn.errors import ArgumentError, ShapeError
@@ -103,6 +103,7 @@ def test_extreme_logits_do_not_overflow():
     top_p=st.floats(0.0625, 1),
     seed=st.integers(0, 2**32),
 )
+@example(logits=[-1.1754943508222875e-38, 0.0], temperature=1.0, top_k=0, top_p=0.25, seed=0)  # one weight, two logits
 def test_the_token_is_among_those_a_plain_sort_keeps(logits, temperature, top_k, top_p, seed):
     token = sample(np.array(logits), temperature=temperature, top_k=top_k, top_p=top_p, rng=np.random.default_rng(seed))
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: top_k or None]

@@ -30,7 +30,7 @@ def sample(logits: np.ndarray, *, temperature: float = 0.0, top_k: int = 0, top_
     weights = _softmax(logits[ids], temperature)
     if top_p < 1:
         reached = np.cumsum(np.sort(weights)[::-1])
-        kept = _largest(weights, min(int(np.searchsorted(reached, top_p)) + 1, weights.size))
+        kept = _largest(logits[ids], min(int(np.searchsorted(reached, top_p)) + 1, weights.size))  # not by weights: those round to equals
         ids, weights = ids[kept], weights[kept]
     steps = np.cumsum(weights)
     draw = (rng or np.random.default_rng()).random() * steps[-1]
