@@ -56,12 +56,17 @@ class Kernel:
         except device.api.GPUError as error:
             raise DeviceError(f"{source.name} does not compile on {device.name}: {error}") from error
 
-    def bind(self, buffers: Mapping[str, Any]) -> Any:
-        """A bind group of buffers, slices or tensors by name; every name that the text declares, and no other."""
+    def check_names(self, buffers: Mapping[str, Any]) -> list[str]:
+        """The names in the order of their binding numbers; ArgumentError unless the buffers are just these."""
         names = [name for name, _ in self.source.buffers]
         if set(names) != set(buffers):
             missing, unknown = sorted(set(names) - set(buffers)), sorted(set(buffers) - set(names))
             raise ArgumentError(f"{self.source.name}: buffers missing {missing}, unknown {unknown}.")
+        return names
+
+    def bind(self, buffers: Mapping[str, Any]) -> Any:
+        """A bind group of buffers, slices or tensors by name; every name that the text declares, and no other."""
+        names = self.check_names(buffers)
         entries = [{"binding": i, "resource": _resource(buffers[n])} for i, n in enumerate(names)]
         return self.device.gpu.create_bind_group(layout=self._layout, entries=entries)
 
