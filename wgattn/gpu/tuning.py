@@ -8,21 +8,19 @@ import json
 import logging
 import math
 import os
-import statistics
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-import numpy as np
 from platformdirs import user_cache_dir
 
 from ..errors import CapacityError, DeviceError, Unsupported
 from . import shader
 from .recording import Recording
+from .timing import Stopwatch
 
 if TYPE_CHECKING:
     from .device import Device
@@ -145,67 +143,6 @@ def _replace(path: Path, text: str) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
-
-
-class Stopwatch:
-    """Seconds that a replay of a recording takes: the median of several, after a warm-up.
-
-    By the device's timestamps where it has them, else by the wall clock. A recording that takes more than `hopeless` times the
-    shortest seen so far is measured only once.
-    """
-
-    def __init__(self, device: Device, *, samples: int = 5, warm_up: float = 0.1, sample: float = 1e-3, hopeless: float = 2.0):
-        self.device, self._samples, self._sample, self._hopeless = device, samples, sample, hopeless
-        self._warm_up = 0.0 if device.profile.software else warm_up  # an idle GPU's clock is low
-        self._shortest = math.inf
-        if device.profile.timestamps:
-            usage = device.api.BufferUsage
-            self._queries = device.gpu.create_query_set(type="timestamp", count=2)
-            self._ticks = device.gpu.create_buffer(size=16, usage=usage.QUERY_RESOLVE | usage.COPY_SRC)
-
-    def __call__(self, recording: Recording) -> float:
-        rough = self._warm(recording)
-        times = max(1, min(50, math.ceil(self._sample / rough)))
-        samples = [self._measure(recording, times)]
-        if samples[0] <= self._hopeless * self._shortest:
-            samples += (self._measure(recording, times) for _ in range(self._samples - 1))
-        seconds = statistics.median(samples)
-        self._shortest = min(self._shortest, seconds)
-        return seconds
-
-    def _warm(self, recording: Recording) -> float:
-        """Replay until the device is awake; the first replay also pays for first touches of memory. Seconds of the last one."""
-        start = time.perf_counter()
-        while True:
-            before = time.perf_counter()
-            recording.replay()
-            self.device.wait()
-            now = time.perf_counter()
-            if now - start >= self._warm_up:
-                self._warm_up = 0.0
-                return now - before
-
-    def _measure(self, recording: Recording, times: int) -> float:
-        ticks = self._timestamps(recording, times) if self.device.profile.timestamps else 0.0
-        if ticks > 0:
-            return ticks / times
-        start = time.perf_counter()
-        recording.replay(times)
-        self.device.wait()
-        return (time.perf_counter() - start) / times
-
-    def _timestamps(self, recording: Recording, times: int) -> float:
-        device = self.device
-        encoder = device.gpu.create_command_encoder()
-        writes = {"query_set": self._queries, "beginning_of_pass_write_index": 0, "end_of_pass_write_index": 1}
-        compute_pass = encoder.begin_compute_pass(timestamp_writes=writes)
-        for _ in range(times):
-            recording.encode(compute_pass)
-        compute_pass.end()
-        encoder.resolve_query_set(self._queries, 0, 2, self._ticks, 0)
-        device.gpu.queue.submit([encoder.finish()])
-        begin, end = (int(t) for t in device.read(self._ticks, np.uint64, 2))
-        return (end - begin) * 1e-9 * device.backend.timestamp_period(device.gpu)
 
 
 @dataclasses.dataclass(frozen=True)
