@@ -8,9 +8,11 @@ import pytest
 
 from tests.helpers import assert_close, assert_untouched, dirty_workgroup_memory, poison, split_canary, with_canary
 from wgattn import reference
+from wgattn.attention import split
 from wgattn.attention.kv_cache import KVCache
-from wgattn.attention.split import SplitAttention, regimes
-from wgattn.gpu import Device, DeviceProfile, Recording, StepState
+from wgattn.attention.problem import Operands, Problem, Rows
+from wgattn.attention.split import choose_split, regimes
+from wgattn.gpu import Device, Recording, StepState, Tensor
 
 MAIN_VARIANTS = ["software", "gpu_shape"]
 OTHER_VARIANTS = ["gpu_shape_no_subgroup", "gpu_shape_32_lanes", "checked", "small_binding"]
@@ -18,6 +20,17 @@ VARIANTS = MAIN_VARIANTS + OTHER_VARIANTS
 DIMS = [4, 8, 40, 64, 80, 128, 256]
 RATIOS = [1, 3, 7, 8]
 LENGTHS = [1, 7, 31, 32, 33, 255, 256, 257, 1000]
+
+
+def problem_of(heads: int, kv_heads: int, dim: int, *, tokens: int, length: int, scale: float | None = None) -> Problem:
+    """Causal attention of a recorded step of up to `tokens` tokens that see up to `length` keys."""
+    return Problem(1, heads, kv_heads, tokens, length, dim, dim, dim**-0.5 if scale is None else scale, right=0, lengths="step")
+
+
+def operands_of(cache: KVCache, query: Tensor, out: Tensor, p: Problem, step: Any) -> Operands:
+    """query and out: (tokens, heads, dim) float32, of any shape with those elements in that order."""
+    rows = Rows(query, 0, p.head_dim, p.num_heads * p.head_dim)
+    return Operands(rows, cache.rows(cache.keys), cache.rows(cache.values), replace(rows, tensor=out), step=step)
 
 
 @dataclass
@@ -36,16 +49,16 @@ class Step:
 
     def __post_init__(self) -> None:
         self.cache = KVCache(self.device, self.kv_heads, self.dim, self.capacity, self.dtype)
-        self.attention = SplitAttention(self.device, self.heads, self.kv_heads, self.dim, tokens=self.tokens, length=self.length, scale=self.scale)
+        problem = problem_of(self.heads, self.kv_heads, self.dim, tokens=self.tokens, length=self.length, scale=self.scale)
+        self.split = choose_split(self.device.profile, problem)
+        self.problem = replace(problem, kv_dtype=self.dtype, keys=min(self.length, self.capacity))
+        self.scratch = split.scratch(self.device, self.problem, self.split)
         self.state = StepState(self.device, self.tokens)
         self.shape = (self.tokens, self.heads, self.dim)
         self.query, self.out = with_canary(self.device, poison(self.shape)), with_canary(self.device, poison(self.shape))
         self.recording = Recording(self.device)
-        self.attention.record(self.recording, step=self.state.step, query=self.query, cache=self.cache, out=self.out)
-
-    @property
-    def splits(self) -> int:
-        return self.attention.shape.splits
+        operands = operands_of(self.cache, self.query, self.out, self.problem, self.state.step)
+        split.record(self.recording, self.problem, operands, self.split, self.scratch)
 
     def replay(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, **case: Any) -> np.ndarray:
         """out (count, heads, dim) for q (count, heads, dim) and k, v (kv_heads, position + count, dim); everything else is poisoned first."""
@@ -60,7 +73,7 @@ class Step:
         query[:count] = q
         for tensor, array in ((self.query, query), (self.out, poison(self.shape))):
             tensor.write(np.concatenate([array.reshape(-1), poison((64,))]))
-        for scratch in self.attention._scratch.values():
+        for scratch in self.scratch.values():
             scratch.write(poison(scratch.shape))
         dirty_workgroup_memory(self.device)
         self.state.write(position, [0] * count)
@@ -82,7 +95,7 @@ def check(step: Step, rng: np.random.Generator, length: int, count: int) -> None
     total = length - 1 + count
     q = rng.standard_normal((count, step.heads, step.dim)).astype(np.float32)
     k, v = (rng.standard_normal((step.kv_heads, total, step.dim)).astype(np.float32) for _ in range(2))
-    case = {"step": step, "shape": step.attention.shape, "length": length, "count": count, "device": step.device.profile}
+    case = {"step": step, "shape": step.split, "length": length, "count": count, "device": step.device.profile}
     stored = [a.astype(step.cache.keys.dtype) for a in (k, v)]
     out = step.replay(q, *stored, length - 1, **case)
     assert_close(out, expected(q, *stored, step.scale), max_error=2e-5, max_nmse=1e-10, **case)
@@ -138,7 +151,7 @@ def test_recordings_for_short_lengths(devices, rng, variant):
     """What decides the shape is the length recorded for: below a regime's end there is one split."""
     for length in {min(256, regime) for regime in regimes(devices[variant].profile)}:
         step = Step(devices[variant], 6, 2, 8, 2, 300, length=length)
-        assert step.splits == 1
+        assert step.split.splits == 1
         for first in (1, 33, length - 1):
             check(step, rng, first, 2)
 
@@ -147,7 +160,7 @@ def test_gpu_shapes_split_the_keys(devices):
     """Else the cases above would not reach combine.wgsl."""
     for variant in ("gpu_shape", "gpu_shape_no_subgroup", "gpu_shape_32_lanes"):
         step = Step(devices[variant], 6, 2, 8, 1, 300)
-        assert step.splits > 1
+        assert step.split.splits > 1
         assert [d.label for d in step.recording] == ["attention", "attention combine"]
     assert len(Step(devices["software"], 6, 2, 8, 1, 300).recording) == 1
 
@@ -245,10 +258,12 @@ def test_scores_that_fall_and_rise(devices, rng, variant):
 
 
 @pytest.mark.parametrize("variant", MAIN_VARIANTS)
-def test_one_attention_serves_caches_of_several_layers(devices, rng, variant):
+def test_caches_of_several_layers_in_one_recording(devices, rng, variant):
     """Scratch memory is shared; the dispatches of a recording run in order."""
     device = devices[variant]
-    attention = SplitAttention(device, 6, 2, 8, tokens=1, length=1 << 20)
+    problem = problem_of(6, 2, 8, tokens=1, length=1 << 20)
+    shape = choose_split(device.profile, problem)
+    scratch = split.scratch(device, problem, shape)
     state, recording = StepState(device, 1), Recording(device)
     q = rng.standard_normal((3, 1, 6, 8)).astype(np.float32)
     k, v = rng.standard_normal((2, 3, 2, 300, 8)).astype(np.float32)
@@ -258,7 +273,8 @@ def test_one_attention_serves_caches_of_several_layers(devices, rng, variant):
         cache.keys.write(k[layer].reshape(cache.keys.shape))
         cache.values.write(v[layer].reshape(cache.values.shape))
         outs.append(device.tensor(poison((1, 6, 8))))
-        attention.record(recording, step=state.step, query=device.tensor(q[layer]), cache=cache, out=outs[-1])
+        p = replace(problem, kv_dtype=dtype, keys=300)
+        split.record(recording, p, operands_of(cache, device.tensor(q[layer]), outs[-1], p, state.step), shape, scratch)
     state.write(299, [0])
     recording.replay()
     for layer, out in enumerate(outs):
@@ -277,15 +293,6 @@ def test_more_workgroups_than_a_dimension_holds(devices, rng, limit, heads):
 def test_the_shape_suits_the_kernel(device: Device):
     """For any device and problem: what the kernel takes for granted about its options."""
 
-    class Made:
-        """A device that holds nothing."""
-
-        def __init__(self, profile: DeviceProfile):
-            self.profile = profile
-
-        def empty(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-            return shape
-
     geometries = [(4, 1, 1), (32, 32, 64), (32, 8, 128), (9, 3, 64), (7, 1, 256), (64, 8, 80), (71, 1, 64), (2, 2, 1024)]
     for kind in ("CPU", "DiscreteGPU"):
         for subgroup in (0, 4, 8, 16, 32, 64, 128):
@@ -293,7 +300,7 @@ def test_the_shape_suits_the_kernel(device: Device):
                 profile = replace(device.profile, kind=kind, subgroup_size=subgroup, max_invocations=invocations, workgroup_memory=memory)
                 for heads, kv_heads, dim in geometries:
                     for tokens, length in ((1, 1), (1, 256), (1, 257), (5, 1 << 17), (64, 1000)):
-                        shape = SplitAttention(Made(profile), heads, kv_heads, dim, tokens=tokens, length=length).shape
+                        shape = choose_split(profile, problem_of(heads, kv_heads, dim, tokens=tokens, length=length))
                         where = (shape, profile, heads, kv_heads, dim, tokens, length)
                         width = -(-dim // 4)
                         assert heads // kv_heads % shape.group == 0, where

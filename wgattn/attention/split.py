@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ShapeError
 from ..gpu import Device, DeviceProfile, Recording, Tensor, grid
 from . import problem as common
-from .kv_cache import KVCache
-from .problem import OPEN, Operands, Problem, Rows
+from .problem import Operands, Problem
 
 _SHORT = 256
 """Keys up to which one workgroup a KV head is quicker than splitting and combining."""
@@ -91,31 +89,3 @@ def record(recording: Recording, problem: Problem, operands: Operands, shape: Sp
             "attention/combine", *common.base_parts(problem), *common.finish_parts(problem), **common.options(problem), WORKGROUP=min(64, problem.value_width)
         )
         common.add(recording, kernel, grid(problem.rows, limit), problem, operands, partial, shape.splits, label="attention combine")
-
-
-class SplitAttention:
-    """Causal attention of a recorded step over caches of one geometry; layers share its scratch memory.
-
-    Args:
-        tokens: queries a replay computes at most. length: keys a query can see at most, which decides the shape.
-    """
-
-    def __init__(self, device: Device, num_heads: int, num_kv_heads: int, head_dim: int, *, tokens: int, length: int, scale: float | None = None):
-        if num_heads % num_kv_heads:
-            raise ShapeError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads: it does not divide.")
-        scale = 1 / math.sqrt(head_dim) if scale is None else scale
-        self.device = device
-        self.problem = Problem(1, num_heads, num_kv_heads, tokens, length, head_dim, head_dim, scale, right=0, lengths="step")
-        self.shape = choose_split(device.profile, self.problem)
-        self._scratch = scratch(device, self.problem, self.shape)
-
-    def record(self, recording: Recording, *, step: Any, query: Any, cache: KVCache, out: Any) -> None:
-        """Append out = attention(query over the cache), causal: token t of the step sees keys 0 .. position + t.
-
-        query and out: (tokens, num_heads, head_dim) float32 without padding between tokens, or (tokens, at least num_heads * head_dim).
-        """
-        p = replace(self.problem, kv_dtype=cache.dtype, keys=min(self.problem.keys, cache.capacity), left=OPEN)
-        stride = query.shape[1] if isinstance(query, Tensor) and query.ndim == 2 else p.num_heads * p.head_dim
-        tokens = Rows(query, 0, p.head_dim, stride)
-        operands = Operands(tokens, cache.rows(cache.keys), cache.rows(cache.values), replace(tokens, tensor=out), step=step)
-        record(recording, p, operands, self.shape, self._scratch)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -57,12 +57,6 @@ class Geometry:
 
 _NO_SCORES = ("flash", "split")
 """Paths of attention whose one dispatch reads a query before it writes its output."""
-
-
-class StepAttention(Protocol):
-    """Causal attention of a recorded step over a cache: `SplitAttention`, or `ChosenAttention`."""
-
-    def record(self, recording: Recording, *, step: Any, query: Any, cache: KVCache, out: Any) -> None: ...
 
 
 class ChosenAttention:
@@ -169,7 +163,7 @@ class AttentionBlock:
     def nbytes(self) -> int:
         return self.qkv.nbytes + self.wo.nbytes + (0 if self.bo is None else self.bo.nbytes)
 
-    def record(self, recording: Recording, attention: StepAttention, cache: KVCache, state: Mapping[str, Any], tokens: int) -> None:
+    def record(self, recording: Recording, attention: ChosenAttention, cache: KVCache, state: Mapping[str, Any], tokens: int) -> None:
         """Append h += wo . attention(norm(h)) for up to `tokens` tokens, writing their rows of the cache.
 
         state: `step`, the residual stream `h` (tokens, padded E), scratch `query` and `attended` (tokens, padded H*D), which may be one tensor

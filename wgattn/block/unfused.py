@@ -10,7 +10,7 @@ import numpy as np
 from ..attention.kv_cache import KVCache
 from ..gpu import Device, Recording, Tensor
 from .arithmetic import resolve
-from .attention_block import Geometry, StepAttention, head_gamma, rope_options
+from .attention_block import ChosenAttention, Geometry, head_gamma, rope_options
 from .linear import Matrix, pad_vector, padded, record_linear
 from .mlp import gate_up_bias
 from .quant import stack_rows
@@ -29,7 +29,7 @@ class UnfusedAttentionBlock:
         self.head_gamma = head_gamma(device, weights, geometry, rope)
         self._no_gamma = device.empty((4,))
 
-    def record(self, recording: Recording, attention: StepAttention, cache: KVCache, state: Mapping[str, Any], tokens: int) -> None:
+    def record(self, recording: Recording, attention: ChosenAttention, cache: KVCache, state: Mapping[str, Any], tokens: int) -> None:
         """As `AttentionBlock.record`; the state also has scratch `normed`, `new_keys`, `new_values`, `projected`, and always `y` and `residual`."""
         g, device = self.geometry, recording.device
         _norm(recording, state, self.gamma, self.matrices["wq"].columns, g.eps, tokens)
