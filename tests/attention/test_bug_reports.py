@@ -305,12 +305,12 @@ def test_a_kernel_that_does_not_compile_is_a_typed_error_and_other_paths_go_on(r
 
     monkeypatch.setattr(type(device.backend), "create_module", refuse)
     for path, kernel in (*refused.items(), *refused.items(), ("auto", "attention/")):
-        with pytest.raises(DeviceError, match=f"{kernel}.* does not compile"):
+        with pytest.raises(DeviceError, match=f"could not compile .*{kernel}"):
             sdpa(q, k, v, path=path, device=device)
     for path in ("split", "unfused"):
         assert_close(sdpa(q, k, v, path=path, device=device), reference.attention(q, k, v)[0], max_error=2e-5, path=path)
     pipe = AttentionPipeline(2, 2, 8, capacity=32, device=device)
-    with pytest.raises(DeviceError, match="does not compile"):
+    with pytest.raises(DeviceError, match="could not compile"):
         pipe.prefill(*step(rng, pipe, 20))
     assert pipe.length == 0
     last = step(rng, pipe, 1)

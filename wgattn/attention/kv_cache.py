@@ -104,19 +104,18 @@ class KVCache:
     def copy_rows(self, source: KVCache, ranges: Sequence[tuple[int, int, int]]) -> None:
         """Copy positions from a cache of the same geometry (capacities may differ): (from, to, count) each; within one cache, downwards."""
         itemsize = KV_DTYPES[self.dtype].itemsize * self.stride
-        encoder = self.device.gpu.create_command_encoder()
-        for theirs, ours in ((source.keys, self.keys), (source.values, self.values)):
-            staging = self.device.buffer(sum(n for _, _, n in ranges) * itemsize * self.batch * self.num_kv_heads) if source is self else ours.buffer
-            moves, at = [], 0
-            for head in range(self.batch * self.num_kv_heads):
-                for begin, place, count in ranges:
-                    inside = (head * source.capacity + begin) * itemsize
-                    target = (head * self.capacity + place) * itemsize
-                    moves.append((inside, at if source is self else target, target, count * itemsize))
-                    at += count * itemsize
-            moves = [m for m in moves if m[3]]
-            for inside, between, _, nbytes in moves:
-                encoder.copy_buffer_to_buffer(theirs.buffer, theirs.offset + inside, staging, between, nbytes)
-            for _, between, target, nbytes in moves if source is self else ():
-                encoder.copy_buffer_to_buffer(staging, between, ours.buffer, ours.offset + target, nbytes)
-        self.device.gpu.queue.submit([encoder.finish()])
+        with self.device.commands() as encoder:
+            for theirs, ours in ((source.keys, self.keys), (source.values, self.values)):
+                staging = self.device.buffer(sum(n for _, _, n in ranges) * itemsize * self.batch * self.num_kv_heads) if source is self else ours.buffer
+                moves, at = [], 0
+                for head in range(self.batch * self.num_kv_heads):
+                    for begin, place, count in ranges:
+                        inside = (head * source.capacity + begin) * itemsize
+                        target = (head * self.capacity + place) * itemsize
+                        moves.append((inside, at if source is self else target, target, count * itemsize))
+                        at += count * itemsize
+                moves = [m for m in moves if m[3]]
+                for inside, between, _, nbytes in moves:
+                    encoder.copy_buffer_to_buffer(theirs.buffer, theirs.offset + inside, staging, between, nbytes)
+                for _, between, target, nbytes in moves if source is self else ():
+                    encoder.copy_buffer_to_buffer(staging, between, ours.buffer, ours.offset + target, nbytes)

@@ -104,10 +104,9 @@ class Steps:
                 copies += self._bring(state["residual"], residual, first, count)
             recording.replay(copies=copies)
             if isinstance(out, Tensor):
-                encoder = self.device.gpu.create_command_encoder()
-                for move in _moves(state["y"], 0, out, first, count, self.width):
-                    encoder.copy_buffer_to_buffer(*move)
-                self.device.gpu.queue.submit([encoder.finish()])
+                with self.device.commands() as encoder:
+                    for move in _moves(state["y"], 0, out, first, count, self.width):
+                        encoder.copy_buffer_to_buffer(*move)
             else:
                 read = self.device.read(state["y"].buffer, np.float32, count * padded(self.width))
                 out[first : first + count] = read.reshape(count, -1)[:, : self.width]

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from functools import cache, cached_property
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ..errors import ArgumentError, CapacityError, DeviceError
 from . import webgpu
+from .guard import Guard, Usable
 from .kernel import Kernel
 from .profile import DeviceProfile, describe_limits, measure_subgroup_size
 from .shader import Option, Part, assemble
 from .tensor import Tensor, dtype_of, storage_of
 
 
-class Device:
-    """A WebGPU device.
+class Device(Usable):
+    """A WebGPU device. Several threads may use it.
 
     Args:
         adapter: part of an adapter's name, any case (see `list_adapters`); default: environment variable WGATTN_ADAPTER, else the best there is.
@@ -41,6 +44,7 @@ class Device:
             self.gpu = self.backend.request_device(self.adapter, webgpu.usable_features(self.backend, self.adapter), self._limits())
         except (self.api.GPUError, RuntimeError) as error:
             raise DeviceError(f"{webgpu.describe(self.adapter)} refuses to open a device: {error}") from error
+        self._process = os.getpid()
         self._kernels: dict[tuple, Kernel] = {}
         self._uniforms: dict[bytes, Any] = {}
 
@@ -63,6 +67,20 @@ class Device:
     def __repr__(self) -> str:
         return f"Device({self.name!r}, backend={self.backend.name!r})"
 
+    # ---- using the backend
+
+    def guard(self, doing: str) -> Guard:
+        """What every use of `gpu` happens in: see there."""
+        return Guard(self, doing)
+
+    @contextmanager
+    def commands(self) -> Iterator[Any]:
+        """A command encoder, whose commands are submitted when the block ends, once; not when it raises. The only place that submits."""
+        with self.guard("run commands"):
+            encoder = self.gpu.create_command_encoder()
+            yield encoder
+            self.gpu.queue.submit([encoder.finish()])
+
     # ---- buffers
 
     def buffer(self, nbytes: int, *, uniform: bool = False) -> Any:
@@ -72,16 +90,16 @@ class Device:
         if size > limit:
             raise CapacityError(f"A buffer of {size} bytes was asked for; {self.name} allows {limit}.")
         usage = self.api.BufferUsage.STORAGE | self.api.BufferUsage.COPY_SRC | self.api.BufferUsage.COPY_DST
-        try:
+        with self.guard(f"make a buffer of {size} bytes"):
             return self.gpu.create_buffer(size=size, usage=usage | (self.api.BufferUsage.UNIFORM if uniform else 0))
-        except self.api.GPUError as error:
-            raise CapacityError(f"{self.name} could not make a buffer of {size} bytes: {error}") from error
 
     def uniform(self, data: bytes) -> Any:
         """A uniform buffer with fixed contents; equal contents share one buffer."""
         if data not in self._uniforms:
-            self._uniforms[data] = self.buffer(len(data), uniform=True)
-            self.gpu.queue.write_buffer(self._uniforms[data], 0, data)
+            buffer = self.buffer(len(data), uniform=True)
+            with self.guard("write to a buffer"):
+                self.gpu.queue.write_buffer(buffer, 0, data)
+            self._uniforms.setdefault(data, buffer)  # not before it is written: other threads look, too
         return self._uniforms[data]
 
     def write(self, buffer: Any, array: np.ndarray, offset: int = 0) -> None:
@@ -90,7 +108,8 @@ class Device:
         if data.size % 4:
             data = np.concatenate([data, np.zeros(-data.size % 4, np.uint8)])
         if data.size:
-            self.gpu.queue.write_buffer(buffer, offset, data)
+            with self.guard("write to a buffer"):
+                self.gpu.queue.write_buffer(buffer, offset, data)
 
     def read(self, buffer: Any, dtype: Any, count: int, offset: int = 0) -> np.ndarray:
         """Copy `count` elements from a byte offset (multiple of 4) to the host; waits for the work submitted so far."""
@@ -98,7 +117,8 @@ class Device:
         nbytes = count * dtype.itemsize
         if not nbytes:
             return np.empty(0, dtype)
-        data = self.gpu.queue.read_buffer(buffer, offset, -(-nbytes // 4) * 4)
+        with self.guard(f"read {nbytes} bytes"):
+            data = self.gpu.queue.read_buffer(buffer, offset, -(-nbytes // 4) * 4)
         return np.frombuffer(data, np.uint8)[:nbytes].copy().view(dtype)
 
     def tensor(self, array: Any, dtype: Any = None) -> Tensor:
@@ -128,7 +148,7 @@ class Device:
         """The kernel made of a main file and parts with these options (see `shader.assemble`), compiled once a device."""
         key = (main, parts, tuple((k, type(v), v) for k, v in sorted(options.items())))  # 1, 1.0 and True are equal, but not in WGSL
         if key not in self._kernels:
-            self._kernels[key] = Kernel(self, assemble(main, parts, options, self.backend.directives))
+            self._kernels.setdefault(key, Kernel(self, assemble(main, parts, options, self.backend.directives)))
         return self._kernels[key]
 
     def wait(self) -> None:
@@ -136,7 +156,14 @@ class Device:
         self.read(self.uniform(bytes(16)), np.uint32, 1)
 
 
-@cache
+_default: Device | None = None
+_making_default = threading.Lock()
+
+
 def default_device() -> Device:
-    """The device that calls use when none is given: made on first use, from WGATTN_ADAPTER and WGATTN_BACKEND."""
-    return Device()
+    """The device that calls use when none is given: made on first use, from WGATTN_ADAPTER and WGATTN_BACKEND; made anew when it is lost."""
+    global _default
+    with _making_default:
+        if _default is None or _default.lost:
+            _default = Device()
+        return _default

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import ArgumentError, CapacityError, DeviceError, Unsupported
+from ..errors import ArgumentError, CapacityError, Unsupported
 from .shader import Source
 from .tensor import Slice, Tensor
 
@@ -40,21 +40,20 @@ class Kernel:
     def _layout(self) -> Any:
         api = self.device.api
         entries = [{"binding": i, "visibility": api.ShaderStage.COMPUTE, "buffer": {"type": kind}} for i, (_, kind) in enumerate(self.source.buffers)]
-        return self.device.gpu.create_bind_group_layout(entries=entries)
+        with self.device.guard(f"make a layout for {self.source.name}"):
+            return self.device.gpu.create_bind_group_layout(entries=entries)
 
     @cached_property
     def pipeline(self) -> Any:
         """The backend's pipeline; DeviceError when the shader does not compile."""
         device, source = self.device, self.source
-        try:
+        with device.guard(f"compile {source.name}"):
             module = device.backend.create_module(device.gpu, source.text, source.name, device.checked)
             return device.gpu.create_compute_pipeline(
                 label=source.name,
                 layout=device.gpu.create_pipeline_layout(bind_group_layouts=[self._layout]),
                 compute={"module": module, "entry_point": "main", "constants": dict(source.overrides)},
             )
-        except device.api.GPUError as error:
-            raise DeviceError(f"{source.name} does not compile on {device.name}: {error}") from error
 
     def check_names(self, buffers: Mapping[str, Any]) -> list[str]:
         """The names in the order of their binding numbers; ArgumentError unless the buffers are just these."""
@@ -68,7 +67,8 @@ class Kernel:
         """A bind group of buffers, slices or tensors by name; every name that the text declares, and no other."""
         names = self.check_names(buffers)
         entries = [{"binding": i, "resource": _resource(buffers[n])} for i, n in enumerate(names)]
-        return self.device.gpu.create_bind_group(layout=self._layout, entries=entries)
+        with self.device.guard(f"bind buffers to {self.source.name}"):
+            return self.device.gpu.create_bind_group(layout=self._layout, entries=entries)
 
     def pack(self, params: Mapping[str, float]) -> bytes:
         """The bytes of `struct Params` (uniform layout of scalars, padded to 16)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +76,9 @@ class PaperDevice(Device):
 
     def __repr__(self) -> str:
         return f"PaperDevice({self.name!r})"
+
+    def guard(self, doing: str) -> AbstractContextManager:
+        return nullcontext()  # nothing can fail
 
     def buffer(self, nbytes: int, *, uniform: bool = False) -> Any:
         if nbytes > self.profile.max_buffer:

@@ -84,17 +84,17 @@ def measure_subgroup_size(device: Device) -> int:
         return 0
     size = min(256, device.gpu.limits["max-compute-invocations-per-workgroup"])
     source = assemble("parts/probe_subgroup", options={"WORKGROUP": size}, directives=device.backend.directives)
-    module = device.backend.create_module(device.gpu, source.text, source.name, device.checked)
-    pipeline = device.gpu.create_compute_pipeline(layout="auto", compute={"module": module, "entry_point": "main", "constants": dict(source.overrides)})
-    seen = device.buffer(size * 8)
-    bindings = device.gpu.create_bind_group(layout=pipeline.get_bind_group_layout(0), entries=[{"binding": 0, "resource": {"buffer": seen}}])
-    encoder = device.gpu.create_command_encoder()
-    compute_pass = encoder.begin_compute_pass()
-    compute_pass.set_pipeline(pipeline)
-    compute_pass.set_bind_group(0, bindings)
-    compute_pass.dispatch_workgroups(1)
-    compute_pass.end()
-    device.gpu.queue.submit([encoder.finish()])
+    with device.guard("compile the probe of subgroups"):
+        module = device.backend.create_module(device.gpu, source.text, source.name, device.checked)
+        pipeline = device.gpu.create_compute_pipeline(layout="auto", compute={"module": module, "entry_point": "main", "constants": dict(source.overrides)})
+        seen = device.buffer(size * 8)
+        bindings = device.gpu.create_bind_group(layout=pipeline.get_bind_group_layout(0), entries=[{"binding": 0, "resource": {"buffer": seen}}])
+    with device.commands() as encoder:
+        compute_pass = encoder.begin_compute_pass()
+        compute_pass.set_pipeline(pipeline)
+        compute_pass.set_bind_group(0, bindings)
+        compute_pass.dispatch_workgroups(1)
+        compute_pass.end()
     lanes, position = device.read(seen, np.uint32, size * 2).reshape(size, 2).T
     in_order = len(set(lanes)) == 1 and lanes[0] > 0 and np.array_equal(position, np.arange(size) % max(1, lanes[0]))
     return int(lanes[0]) if in_order else 0

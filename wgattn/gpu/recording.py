@@ -73,16 +73,15 @@ class Recording:
 
         `copies` go before, and `readback` then receives its tensor's contents, all in the same submit.
         """
-        encoder = self.device.gpu.create_command_encoder()
-        for copy in copies:
-            encoder.copy_buffer_to_buffer(*copy)
-        compute_pass = encoder.begin_compute_pass()
-        for _ in range(times):
-            self.encode(compute_pass)
-        compute_pass.end()
-        if readback is not None:
-            readback.encode(encoder)
-        self.device.gpu.queue.submit([encoder.finish()])
+        with self.device.commands() as encoder:
+            for copy in copies:
+                encoder.copy_buffer_to_buffer(*copy)
+            compute_pass = encoder.begin_compute_pass()
+            for _ in range(times):
+                self.encode(compute_pass)
+            compute_pass.end()
+            if readback is not None:
+                readback.encode(encoder)
 
 
 def grid(groups: int, limit: int) -> tuple[int, int]:
@@ -97,20 +96,28 @@ class Readback:
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
         self._size = -(-tensor.nbytes // 4) * 4
-        usage = tensor.device.api.BufferUsage
-        self._staging = tensor.device.gpu.create_buffer(size=self._size, usage=usage.MAP_READ | usage.COPY_DST)
+        self._staging = self._make()
+
+    def _make(self) -> Any:
+        device = self.tensor.device
+        usage = device.api.BufferUsage
+        with device.guard(f"make a buffer of {self._size} bytes"):
+            return device.gpu.create_buffer(size=self._size, usage=usage.MAP_READ | usage.COPY_DST)
 
     def encode(self, encoder: Any) -> None:
         """Put the copy from the device into a command encoder."""
+        if self._staging.map_state != "unmapped":  # a read was given up half way; submitting a mapped buffer would end the process
+            self._staging = self._make()
         encoder.copy_buffer_to_buffer(self.tensor.buffer, self.tensor.offset, self._staging, 0, self._size)
 
     def numpy(self) -> np.ndarray:
         """The contents that the last replay left; waits for it."""
-        self._staging.map_sync("READ_NOSYNC")  # plain "READ" would make and submit an empty command buffer first
-        try:
-            data = np.frombuffer(self._staging.read_mapped(), np.uint8)[: self.tensor.nbytes].copy()
-        finally:
-            self._staging.unmap()
+        with self.tensor.device.guard(f"read {self.tensor.nbytes} bytes"):
+            self._staging.map_sync("READ_NOSYNC")  # plain "READ" would make and submit an empty command buffer first
+            try:
+                data = np.frombuffer(self._staging.read_mapped(), np.uint8)[: self.tensor.nbytes].copy()
+            finally:
+                self._staging.unmap()
         return data.view(self.tensor.dtype).reshape(self.tensor.shape)
 
 

@@ -35,8 +35,9 @@ class PassClock:
             raise Unsupported(f"{device.name} has no timestamps.")
         self.device, self._passes = device, min(passes, _BATCH)
         usage = device.api.BufferUsage
-        self._queries = device.gpu.create_query_set(type="timestamp", count=2 * self._passes)
-        self._ticks = device.gpu.create_buffer(size=16 * self._passes, usage=usage.QUERY_RESOLVE | usage.COPY_SRC)
+        with device.guard("make a query set"):
+            self._queries = device.gpu.create_query_set(type="timestamp", count=2 * self._passes)
+            self._ticks = device.gpu.create_buffer(size=16 * self._passes, usage=usage.QUERY_RESOLVE | usage.COPY_SRC)
         self._period = device.backend.timestamp_period(device.gpu) * 1e-9
 
     def __call__(self, bodies: Sequence[Body]) -> np.ndarray:
@@ -44,14 +45,14 @@ class PassClock:
         return np.concatenate([self._run(bodies[first : first + self._passes]) for first in range(0, len(bodies), self._passes)])
 
     def _run(self, bodies: Sequence[Body]) -> np.ndarray:
-        encoder, count = self.device.gpu.create_command_encoder(), 2 * len(bodies)
-        for i, body in enumerate(bodies):
-            writes = {"query_set": self._queries, "beginning_of_pass_write_index": 2 * i, "end_of_pass_write_index": 2 * i + 1}
-            compute_pass = encoder.begin_compute_pass(timestamp_writes=writes)
-            body(compute_pass)
-            compute_pass.end()
-        encoder.resolve_query_set(self._queries, 0, count, self._ticks, 0)
-        self.device.gpu.queue.submit([encoder.finish()])
+        count = 2 * len(bodies)
+        with self.device.commands() as encoder:
+            for i, body in enumerate(bodies):
+                writes = {"query_set": self._queries, "beginning_of_pass_write_index": 2 * i, "end_of_pass_write_index": 2 * i + 1}
+                compute_pass = encoder.begin_compute_pass(timestamp_writes=writes)
+                body(compute_pass)
+                compute_pass.end()
+            encoder.resolve_query_set(self._queries, 0, count, self._ticks, 0)
         ticks = self.device.read(self._ticks, np.uint64, count).astype(np.int64).reshape(-1, 2)
         return (ticks[:, 1] - ticks[:, 0]) * self._period
 
@@ -83,11 +84,10 @@ class ReplayClock:
 
     def _by_the_wall(self, body: Body) -> float:
         begin = time.perf_counter()
-        encoder = self.device.gpu.create_command_encoder()
-        compute_pass = encoder.begin_compute_pass()
-        body(compute_pass)
-        compute_pass.end()
-        self.device.gpu.queue.submit([encoder.finish()])
+        with self.device.commands() as encoder:
+            compute_pass = encoder.begin_compute_pass()
+            body(compute_pass)
+            compute_pass.end()
         self.device.wait()
         return time.perf_counter() - begin
 

@@ -70,6 +70,14 @@ class Backend:
         handle = native.libf.wgpuDeviceCreateShaderModuleTrusted(device._internal, descriptor, bounds_checks)
         return native.GPUShaderModule(label, handle, device)
 
+    def is_lost(self, device: Any) -> bool:
+        """Whether the device no longer takes commands, because the adapter has gone or it was destroyed."""
+        try:
+            device.create_command_encoder().finish()
+        except self.api.GPUError:
+            return True
+        return False
+
     def timestamp_period(self, device: Any) -> float:
         """Nanoseconds a timestamp tick."""
         return float(self._native.lib.wgpuQueueGetTimestampPeriod(device.queue._internal))

@@ -72,10 +72,9 @@ class GreedyLoop:
 
     def _submit(self, length: int, steps: int, readback: Readback) -> None:
         """Encode and submit a block of steps, in one pass and one submit."""
-        encoder = self._device.gpu.create_command_encoder()
-        compute_pass = encoder.begin_compute_pass()
-        for position in range(length, length + steps):
-            next(recording for limit, recording in self._recordings if position < limit).encode(compute_pass)
-        compute_pass.end()
-        readback.encode(encoder)
-        self._device.gpu.queue.submit([encoder.finish()])
+        with self._device.commands() as encoder:
+            compute_pass = encoder.begin_compute_pass()
+            for position in range(length, length + steps):
+                next(recording for limit, recording in self._recordings if position < limit).encode(compute_pass)
+            compute_pass.end()
+            readback.encode(encoder)
