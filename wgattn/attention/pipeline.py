@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, CapacityError, ShapeError
-from ..gpu import Device, Readback, Recording, StepInput, StepState, Tensor, default_device
+from ..gpu import Device, Readback, Recording, StepInput, StepState, Tensor, default_device, in_turn
 from . import split
 from .arguments import FLOATS, checked_mask, checked_softcap, checked_window, finite, floating, mask_first, mask_kind, mask_strides, storable
 from .choose import choose
@@ -23,7 +24,7 @@ Array = Any
 
 
 class AttentionPipeline:
-    """Attention of one layer over a growing sequence (or `batch` sequences of one length).
+    """Attention of one layer over a growing sequence (or `batch` sequences of one length). Threads that call it take turns.
 
     Args:
         num_heads, num_kv_heads, head_dim: H, Hkv, D; H must be a multiple of Hkv. Query head h reads KV head h // (H // Hkv).
@@ -68,7 +69,7 @@ class AttentionPipeline:
             raise ShapeError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads: it does not divide.")
         self.device = device or default_device()
         self.num_heads, self.num_kv_heads, self.head_dim, self.batch, self.growth = num_heads, num_kv_heads, head_dim, batch, growth
-        self.length = 0
+        self.length, self.turn = 0, threading.RLock()
         self.generation = 0
         """Counts how often the cache moved, and so its recordings were made anew."""
         left, right = checked_window(window_size)
@@ -130,6 +131,7 @@ class AttentionPipeline:
 
     # ---- what people call
 
+    @in_turn
     def prefill(self, q: Array, k: Array, v: Array, mask: Array | None = None, is_causal: bool = True) -> Array:
         """Append S positions and attend: q (B, S, H, D), k and v (B, S, Hkv, D) to (B, S, H, D), in q's dtype and kind.
 
@@ -168,9 +170,11 @@ class AttentionPipeline:
         if written is not out:
             record_pack(recording, written, out)
         recording.replay()
-        self.length += S
-        return out if isinstance(q, Tensor) else out.numpy()
+        result = out if isinstance(q, Tensor) else out.numpy()
+        self.length += S  # last: what raises before leaves the sequence as it was
+        return result
 
+    @in_turn
     def decode(self, q: Array, k: Array, v: Array) -> Array:
         """Append one position and attend: q (B, 1, H, D), k and v (B, 1, Hkv, D) to (B, 1, H, D). One replay; makes no GPU object.
 
@@ -189,19 +193,23 @@ class AttentionPipeline:
             self.length += 1
             return self._out
         recording.replay(copies=self._input.copies, readback=self._readback)
+        result = self._readback.numpy().astype(np.float16 if q.dtype == np.float16 else np.float32, copy=False)
         self.length += 1
-        return self._readback.numpy().astype(np.float16 if q.dtype == np.float16 else np.float32, copy=False)
+        return result
 
+    @in_turn
     def reset(self) -> None:
         """Forget the sequence; the memory is kept."""
         self.length = 0
 
+    @in_turn
     def truncate(self, n: int) -> None:
         """Keep the first n positions. ArgumentError when there are fewer."""
         if not 0 <= n <= self.length or int(n) != n:
             raise ArgumentError(f"The sequence has {self.length} positions; it cannot be truncated to {n}.")
         self.length = int(n)
 
+    @in_turn
     def keep(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Keep only these positions, (begin, length) each, ascending and apart; they move together. What is kept stays rotated as it was.
 
@@ -214,10 +222,12 @@ class AttentionPipeline:
             if begin != place and count:
                 moves.append((begin, place, count))
             place, end = place + count, begin + count
-        if moves:
-            self.cache.copy_rows(self.cache, moves)
-        self.length = place
+        with self.device.guard("move what is kept"):  # rows and length change together
+            if moves:
+                self.cache.copy_rows(self.cache, moves)
+            self.length = place
 
+    @in_turn
     def fork(self) -> AttentionPipeline:
         """An independent pipeline with the same history, on the same device."""
         p = self._problem

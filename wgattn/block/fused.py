@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from ..attention.kv_cache import KVCache
 from ..attention.split import regimes
 from ..errors import ArgumentError, CapacityError
-from ..gpu import Device, DeviceProfile, Recording, Tensor, default_device
+from ..gpu import Device, DeviceProfile, Recording, Tensor, default_device, in_turn
 from . import arithmetic as arithmetics
 from .attention_block import AttentionBlock, ChosenAttention, Geometry
 from .linear import padded
@@ -27,6 +28,8 @@ Array = Any
 
 class FusedAttention:
     """The attention half of a transformer block over a KV cache: y = wo . attention(norm(x)) + bo [+ residual]. Three dispatches a token.
+
+    Threads that call it take turns.
 
     Args:
         weights: mapping norm (E,), wq (H*D, E), wk and wv (Hkv*D, E), wo (E, H*D), optional bq bk bv bo, q_norm (D,), k_norm (D,).
@@ -65,7 +68,7 @@ class FusedAttention:
             raise ArgumentError(f"capacity is {capacity}; it must be a whole number of at least 1.")
         weights = attention_weights(weights, geometry)
         self.device = device or default_device()
-        self.length = 0
+        self.length, self.turn = 0, threading.RLock()
         store = KVCache(self.device, num_kv_heads, head_dim, int(capacity), kv_dtype)
         table = None if rope is None else self.device.tensor(rope.table(store.capacity))
         block = (AttentionBlock if fused else UnfusedAttentionBlock)(self.device, weights, geometry, rope, arithmetic)
@@ -82,6 +85,7 @@ class FusedAttention:
         """Dispatches of one decode step at the present length."""
         return len(self._steps.recording(self.length))
 
+    @in_turn
     def prefill(self, x: Array, residual: Array | None = None) -> Array:
         """Append T tokens: x (T, E) to (T, E) in x's kind, wo . attention + bo [+ residual]; token t sees the history and tokens 0 .. t.
 
@@ -94,6 +98,7 @@ class FusedAttention:
         self.length += x.shape[0]
         return y
 
+    @in_turn
     def decode(self, x: Array, residual: Array | None = None) -> Array:
         """Append one token: x (1, E) to (1, E). One replay: one write, one submit; makes no GPU object.
 
@@ -104,10 +109,12 @@ class FusedAttention:
         self.length += 1
         return y
 
+    @in_turn
     def reset(self) -> None:
         """Forget the sequence; the memory is kept."""
         self.length = 0
 
+    @in_turn
     def truncate(self, n: int) -> None:
         """Keep the first n positions. ArgumentError when there are fewer."""
         if not 0 <= n <= self.length:
@@ -169,7 +176,7 @@ class FusedMLP:
         if not 0 <= eps < math.inf:
             raise ArgumentError(f"eps is {eps}; it must be finite and not negative.")
         weights = mlp_weights(weights)
-        self.device = device or default_device()
+        self.device, self.turn = device or default_device(), threading.RLock()
         block = (MlpBlock if fused else UnfusedMlpBlock)(self.device, weights, float(eps), arithmetic)
         self._steps = mlp_steps(self.device, block, weights["norm"].size, fused=fused).prepare_decode()
 
@@ -178,6 +185,7 @@ class FusedMLP:
         """Dispatches of one token."""
         return len(self._steps.recording(0))
 
+    @in_turn
     def __call__(self, x: Array) -> Array:
         """x (T, E) to (T, E), in x's kind; one replay for one token. A tensor of one token gives the same tensor at every call.
 

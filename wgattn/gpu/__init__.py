@@ -2,6 +2,7 @@
 
 from .arena import Arena, Store
 from .device import Device, default_device
+from .guard import in_turn
 from .kernel import Kernel
 from .profile import DeviceProfile, power_of_two
 from .recording import Readback, Recording, StepState, grid
@@ -25,6 +26,7 @@ __all__ = [
     "Tensor",
     "default_device",
     "grid",
+    "in_turn",
     "list_adapters",
     "power_of_two",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,7 @@ from ..block.quant import QuantizedTensor
 from ..block.rope import Rope
 from ..block.steps import chunk_tokens
 from ..errors import ArgumentError, CapacityError, FormatError, Unsupported
-from ..gpu import Arena, Device, Readback, Recording, StepState, Tensor, default_device
+from ..gpu import Arena, Device, Readback, Recording, StepState, Tensor, default_device, in_turn
 from .gguf import ModelFile, find_model
 from .greedy import GreedyLoop
 from .sample import check_options, sample
@@ -128,7 +129,8 @@ class _Tensors:
 class Llama:
     """A language model on a device, with one sequence in its KV cache. Make one with `Llama.from_gguf`.
 
-    `prefill` and `decode` append tokens to the sequence; `reset` forgets it. `length` of `capacity` positions are in use.
+    `prefill` and `decode` append tokens to the sequence; `reset` forgets it. `length` of `capacity` positions are in use. What raises leaves the
+    sequence as it was. Threads that call it take turns.
     """
 
     def __init__(self, file: ModelFile, *, kv_dtype: str = "f16", capacity: int = 4096, device: Device | None = None):
@@ -137,6 +139,9 @@ class Llama:
         if capacity < 1:
             raise ArgumentError(f"The capacity of the cache must be at least 1, not {capacity}.")
         self.capacity, self.length, self.kv_dtype = int(capacity), 0, kv_dtype
+        self.turn = threading.RLock()
+        self._changes = 0
+        """Calls so far that changed the sequence."""
         self._file = file
         tensors = _Tensors(file)
         embedding = tensors.matrix("token_embd.weight", (c.vocab_size, c.embed_dim))
@@ -249,29 +254,35 @@ class Llama:
 
     # ---- what people call
 
+    @in_turn
     def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
         """Append tokens to the sequence; (vocab,) float32 logits of the last one.
 
         Raises ArgumentError for no tokens or one outside the vocabulary, CapacityError when they do not fit; the sequence is then as before.
         """
         token_ids = self._checked(token_ids)
+        self._changes += 1
         for first in range(0, len(token_ids), self.chunk):
-            part = token_ids[first : first + self.chunk]
-            self._state.write(self.length, part)
+            self._state.write(self.length + first, token_ids[first : first + self.chunk])
             self._prefill.replay()
-            self.length += len(part)
         self._head.replay(readback=self._readback)
-        return self._readback.numpy()
+        logits = self._readback.numpy()
+        self.length += len(token_ids)
+        return logits
 
+    @in_turn
     def decode(self, token_id: int) -> np.ndarray:
         """Append one token; (vocab,) float32 logits. One replay of a recording. Raises as `prefill` does."""
         token_ids = self._checked([token_id])
         recording = self._decoding(self.length)
+        self._changes += 1
         self._state.write(self.length, token_ids)
         recording.replay(readback=self._readback)
+        logits = self._readback.numpy()
         self.length += 1
-        return self._readback.numpy()
+        return logits
 
+    @in_turn
     def warm_up(self) -> None:
         """Run every kind of step once and reset: drivers compile a shader at its first use, which takes a while."""
         self.reset()
@@ -281,8 +292,10 @@ class Llama:
             self.decode(0)
         self.reset()
 
+    @in_turn
     def reset(self) -> None:
         """Forget the sequence. Its memory is kept; kernels never read beyond the length."""
+        self._changes += 1
         self.length = 0
 
     def generate(
@@ -299,22 +312,23 @@ class Llama:
         """Append `token_ids`, then yield new tokens one by one, at most `max_new_tokens`; stops before one of `stop_ids`.
 
         temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens; stop_ids None: the model's end tokens; (): none.
-        A sequence that reaches the capacity ends there. Raises as `prefill` does, before any work.
+        A sequence that reaches the capacity ends there. Raises as `prefill` does, before any work; ArgumentError when something else changes
+        the sequence in between.
         """
         stop = self.tokenizer.end_ids if stop_ids is None else frozenset(stop_ids)
         check_options(temperature, top_k, top_p)
-        rng = np.random.default_rng(seed)
-        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "rng": rng}
-        token = sample(self.prefill(token_ids), **options)
-        if max_new_tokens < 1 or token in stop:
-            return
-        yield token
-        left = min(max_new_tokens - 1, self.capacity - self.length)
+        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "rng": np.random.default_rng(seed)}
+        with self.turn:
+            token = sample(self.prefill(token_ids), **options)
+            changes, left = self._changes, min(max_new_tokens - 1, self.capacity - self.length)
         following = self._continue_greedily(token, left) if temperature == 0 else self._continue(token, left, options)
-        for found in following:
-            if found in stop:
-                return
-            yield found
+        while max_new_tokens >= 1 and token is not None and token not in stop:
+            yield token
+            with self.turn:
+                if self._changes != changes:
+                    raise ArgumentError("The sequence was changed while tokens were generated from it: finish or drop the generator before.")
+                token = next(following, None)
+                changes = self._changes
 
     def _continue(self, token: int, count: int, options: dict) -> Iterator[int]:
         for _ in range(count):
