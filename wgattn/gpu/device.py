@@ -44,7 +44,6 @@ class Device(Usable):
             self.gpu = self.backend.request_device(self.adapter, webgpu.usable_features(self.backend, self.adapter), self._limits())
         except (self.api.GPUError, RuntimeError) as error:
             raise DeviceError(f"{webgpu.describe(self.adapter)} refuses to open a device: {error}") from error
-        self._process = os.getpid()
         self._kernels: dict[tuple, Kernel] = {}
         self._uniforms: dict[bytes, Any] = {}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import signal
 import threading
 from collections.abc import Callable
@@ -46,7 +45,7 @@ class Guard:
             return
         if device.look_if_lost():
             raise DeviceError(f"{device.name} is lost, and all that was on it ({error}). {_AFRESH}") from error
-        if isinstance(error, MemoryError | device.api.GPUOutOfMemoryError):
+        if isinstance(error, MemoryError) or device.backend.is_out_of_memory(error):
             raise CapacityError(f"{device.name} has not the memory to {self._doing} ({error}). Free some, or ask for less.") from error
         if isinstance(error, device.api.GPUError | RuntimeError):
             raise DeviceError(f"{device.name} could not {self._doing}: {error}") from error
@@ -56,10 +55,9 @@ _AFRESH = "Make a new Device, and what was on it anew."
 
 
 class Usable:
-    """The part of a device that knows whether it can still be used: it is not lost, and not that of a parent process."""
+    """The part of a device that knows whether it can still be used: it is not lost, and this is not a fork of the process that opened it."""
 
     _lost = False
-    _process: int | None = None
 
     @property
     def lost(self) -> bool:
@@ -72,11 +70,10 @@ class Usable:
         return self._lost
 
     def check_usable(self) -> None:
-        """DeviceError when the device is lost, or was made by a process of which this one is a fork: its threads and its GPU stayed there."""
+        """DeviceError when the device is lost, or when this process is a fork of the one that opened it."""
         if self._lost:
             raise DeviceError(f"{self.name} is lost, and all that was on it. {_AFRESH}")
-        if self._process not in (None, os.getpid()):
-            raise DeviceError(f"{self.name} was opened by process {self._process}, of which this is a fork: make devices after forking, or spawn processes.")
+        self.backend.check_process()
 
 
 # ---- Ctrl-C

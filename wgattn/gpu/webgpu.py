@@ -39,6 +39,7 @@ class Backend:
         if sys.platform == "linux":  # Vulkan loaders complain on stderr, once an adapter, when this is unset
             os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
         self.api: ModuleType = importlib.import_module(self.package)
+        self._process = os.getpid()
         self._set_up()
 
     def _set_up(self) -> None:
@@ -49,7 +50,16 @@ class Backend:
         if sys.platform == "linux" and getattr(_helpers, "_the_instance", None) is None:
             extras.set_instance_extras(backends=["Vulkan"])
 
+    def check_process(self) -> None:
+        """DeviceError in a fork of the process that loaded the backend: its threads stayed there, and what waits for them waits for ever."""
+        if self._process != os.getpid():
+            raise DeviceError(
+                f"WebGPU was started by process {self._process}, of which this one is a fork; it cannot be used here. "
+                "Start processes before the first use of a device, or by spawning (multiprocessing.set_start_method('spawn'))."
+            )
+
     def adapters(self) -> list[Any]:
+        self.check_process()
         return list(self.api.gpu.enumerate_adapters_sync())
 
     def request_device(self, adapter: Any, features: Iterable[str], limits: Mapping[str, int]) -> Any:
@@ -77,6 +87,10 @@ class Backend:
         except self.api.GPUError:
             return True
         return False
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Whether an error means that memory ran out; wgpu-native 29 says so in the text of a validation error only."""
+        return isinstance(error, self.api.GPUOutOfMemoryError) or (isinstance(error, self.api.GPUError) and "Not enough memory" in str(error))
 
     def timestamp_period(self, device: Any) -> float:
         """Nanoseconds a timestamp tick."""
