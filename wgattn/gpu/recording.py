@@ -29,6 +29,8 @@ class Dispatch:
     pipeline: Any
     bindings: Any
     groups: tuple[int, int, int]
+    nbytes: Mapping[str, int]
+    """What is bound, by the buffers' names, whether or not the kernel touches all of it."""
 
 
 class Recording:
@@ -56,7 +58,8 @@ class Recording:
         bound = dict(buffers)
         if params is not None:
             bound["params"] = self.device.uniform(kernel.pack(params))
-        self.dispatches.append(Dispatch(label or kernel.source.name, kernel, kernel.pipeline, kernel.bind(bound), (x, y, z)))
+        nbytes = {name: _nbytes(b) for name, b in bound.items()}
+        self.dispatches.append(Dispatch(label or kernel.source.name, kernel, kernel.pipeline, kernel.bind(bound), (x, y, z), nbytes))
 
     def encode(self, compute_pass: Any) -> None:
         """Put all dispatches into an open compute pass."""
@@ -82,6 +85,10 @@ class Recording:
             compute_pass.end()
             if readback is not None:
                 readback.encode(encoder)
+
+
+def _nbytes(bound: Any) -> int:
+    return bound.nbytes if isinstance(bound, Tensor) else bound.size
 
 
 def grid(groups: int, limit: int) -> tuple[int, int]:

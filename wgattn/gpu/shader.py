@@ -74,6 +74,9 @@ class Source:
     workgroup_bytes: int
     features: frozenset[str] = field(default_factory=frozenset)
     """Of "f16", "subgroup": what the text needs from the device."""
+    parts: tuple[str, ...] = ()
+    """Paths of the parts that the text is made of."""
+    options: Mapping[str, Option] = field(default_factory=dict)
 
 
 @cache
@@ -118,6 +121,8 @@ def assemble(main: str, parts: tuple[str | Part, ...] = (), options: Mapping[str
         workgroup_size=int(np.prod([evaluate(e, values) for e in _WORKGROUP_SIZE.search(code)[1].split(",")])),
         workgroup_bytes=sum(_bytes(t, values) for t in _WORKGROUP.findall(code)),
         features=features,
+        parts=tuple(p if isinstance(p, str) else p.path for p in parts),
+        options=options,
     )
 
 
