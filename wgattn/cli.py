@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import __version__
+from .commands import selftest as selftest_command
 from .commands import tune as tune_command
 from .errors import ArgumentError, CapacityError, DeviceError, WgattnError
 from .gpu import Device, DeviceProfile, default_device, list_adapters
@@ -50,6 +51,12 @@ _TUNE_HELP = """Times tile shapes for attention on this device and keeps the fas
 example:
   wgattn tune
   wgattn tune --again --json"""
+
+_SELFTEST_HELP = """Runs every kernel that this device would use on random numbers and compares with a float64 reference. Exit code 1 when one is wrong.
+
+example:
+  wgattn selftest
+  wgattn selftest --seed 7 --only "MLP Q4_0" --json"""
 
 
 # ---- what is typed
@@ -102,6 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     command("info", info, "show adapters, features, the measured profile and versions", _INFO_HELP)
     _add_generate_options(command("generate", generate, "continue a text with a language model", _GENERATE_HELP))
     command("tune", tune, "find the fastest tiles for this device", _TUNE_HELP).add_argument("--again", action="store_true", help="time what is known too")
+    tested = command("selftest", selftest, "compare every kernel with the reference on this device", _SELFTEST_HELP)
+    tested.add_argument("--seed", type=_natural, metavar="N", help="the same random numbers again (default: others each time; printed)")
+    tested.add_argument("--only", metavar="TEXT", help="only the lines whose name contains this")
     return parser
 
 
@@ -160,6 +170,15 @@ def tune(args: argparse.Namespace) -> int:
     """`wgattn tune`."""
     tune_command.run(Device(args.adapter, args.backend, checked=args.checked or None), again=args.again, as_json=args.json)
     return 0
+
+
+# ---- selftest
+
+
+def selftest(args: argparse.Namespace) -> int:
+    """`wgattn selftest`."""
+    device = selftest_command.PoisonedDevice(args.adapter, args.backend, checked=args.checked or None)
+    return selftest_command.run(device, seed=args.seed, as_json=args.json, only=args.only)
 
 
 # ---- info

@@ -3,6 +3,7 @@ on paper (`gpu.paper`) the same calls list the kernels."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,21 +12,26 @@ from typing import Any
 
 import numpy as np
 
-from ..gpu import Device
-
 Choice = Mapping[str, Any]
 """A value for each axis of a family, by name."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """An array that was computed; what it should be, worked out when asked for; and the error allowed: absolute + relative * |expected|."""
+    """An array that was computed; what it should be, worked out when asked for; and the error allowed: absolute + relative * |expected|, or the NMSE."""
 
     what: str
     got: np.ndarray
     expected: Callable[[], np.ndarray]
-    absolute: float
+    absolute: float = 0.0
     relative: float = 0.0
+    nmse: float | None = None
+    """Instead: squared error over squared expectation."""
+
+
+def once(compute: Callable[[], Any]) -> Callable[[], Any]:
+    """The function, which computes at its first call only."""
+    return functools.cache(compute)
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,9 @@ def compare(result: Result) -> Difference:
         return Difference(math.inf, result.absolute, f"{result.what} has shape {got.shape}, not {expected.shape}")
     if not got.size:
         return Difference(0.0, result.absolute, result.what)
+    if result.nmse is not None:
+        found = float(((got - expected) ** 2).sum() / max(float((expected**2).sum()), 1e-30))
+        return Difference(found if np.isfinite(found) else math.inf, result.nmse, f"NMSE of {result.what}")
     with np.errstate(invalid="ignore"):
         error = np.where(got == expected, 0.0, np.abs(got - expected))
     error = np.where(np.isfinite(error), error, math.inf)

@@ -1,0 +1,268 @@
+"""Cases of the transformer block: norm, RoPE, both halves of a layer over every kind of weights, and a small model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import reference
+from ..attention.kv_cache import KV_DTYPES
+from ..block.functional import apply_rope, rms_norm
+from ..block.fused import FusedAttention, FusedMLP
+from ..block.quant import FORMATS, QuantizedTensor
+from ..block.rope import Rope
+from ..errors import Unsupported
+from ..gpu import Device
+from ..llm.gguf import FileTensor, ModelFile
+from ..llm.llama import ARCHITECTURES, Llama
+from .family import Family, Result, once
+
+_DTYPES = {"f32": np.float32, "f16": np.float16}
+_SCALES: Mapping[str, tuple[tuple[int, float], ...]] = {
+    "Q8_0": ((0, 1 / 74),),
+    "Q4_0": ((0, 1 / 4.6),),
+    "Q4_1": ((0, 1 / 4.6), (2, -7.5 / 4.6)),
+    "Q5_0": ((0, 1 / 9.2),),
+    "Q5_1": ((0, 1 / 9.2), (2, -15.5 / 9.2)),
+    "Q4_K": ((0, 1 / 400), (2, 1 / 800)),
+    "Q5_K": ((0, 1 / 800), (2, 1 / 800)),
+    "Q6_K": ((208, 1 / 2000),),
+}
+"""Where the f16 numbers of a block are, and their size for weights around 1 where all other bytes are random."""
+WEIGHTS = (*FORMATS, *(f"{kind} int8" for kind, form in FORMATS.items() if form.quantised))
+"""Kinds of matrices, those of codes also with int8 activations."""
+_EMULATED = 2e-5
+"""NMSE of int8 arithmetic against its emulation: a code that is a tie may be rounded either way."""
+
+
+def random_matrix(rng: np.random.Generator, rows: int, columns: int, kind: str) -> QuantizedTensor:
+    """Weights of about 1 / sqrt(columns); needs no code that quantises."""
+    size = columns**-0.5
+    if not FORMATS[kind].quantised:
+        values = (rng.standard_normal((rows, columns)) * size).astype(np.float16 if kind == "F16" else np.float32)
+        return QuantizedTensor((values.view(np.uint32) >> 16).astype(np.uint16) if kind == "BF16" else values, (rows, columns), kind)
+    form = FORMATS[kind]
+    blocks = rng.integers(0, 256, (rows * columns // form.block, form.block_bytes), np.uint8)
+    for at, scale in _SCALES[kind]:
+        blocks[:, at : at + 2] = (rng.uniform(0.5, 1, len(blocks)) * scale * size).astype(np.float16).view(np.uint8).reshape(-1, 2)
+    return QuantizedTensor(blocks, (rows, columns), kind)
+
+
+def _dequantised(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {name: w.dequantize() if isinstance(w, QuantizedTensor) else w for name, w in weights.items()}
+
+
+def _parted(weights: str) -> tuple[str, str]:
+    """A kind of WEIGHTS as (format, arithmetic)."""
+    kind, _, arithmetic = weights.partition(" ")
+    return kind, arithmetic or "exact"
+
+
+def _width(kind: str) -> int:
+    """Columns that any of the block's matrices can have."""
+    return max(96, FORMATS[kind].block)
+
+
+def _vector(rng: np.random.Generator, n: int) -> np.ndarray:
+    return rng.uniform(0.5, 1.5, n).astype(np.float32)
+
+
+def _normal(rng: np.random.Generator, *shape: int, dtype: str = "f32") -> np.ndarray:
+    return rng.standard_normal(shape).astype(_DTYPES[dtype])
+
+
+# ---- functions
+
+
+def _norm(device: Device, rng: np.random.Generator, *, dtype: str, weight: str, width: int) -> Iterator[Result]:
+    x, gamma = _normal(rng, 3, 5, width, dtype=dtype), _vector(rng, width).astype(_DTYPES[weight])
+    x[1, 2] = 0
+    yield Result("y", rms_norm(x, gamma, 1e-5, device=device), lambda: reference.rms_norm(x, gamma, 1e-5), 1e-5, 1e-3 if dtype == "f16" else 1e-6)
+
+
+def _rope(device: Device, rng: np.random.Generator, *, dtype: str, dims: tuple[int, int], interleaved: bool) -> Iterator[Result]:
+    head_dim, dim = dims
+    x, positions = _normal(rng, 7, 3, head_dim, dtype=dtype), rng.integers(0, 5000, 7)
+    got = apply_rope(x, positions, Rope(1e4, dim, interleaved=interleaved), device=device)
+    yield Result(
+        "y", got, lambda: reference.apply_rope(x, positions, dim=dim, interleaved=interleaved), 1e-5, 1e-3 if dtype == "f16" else 1e-6
+    )
+
+
+# ---- the halves of a layer
+
+
+def _mlp(device: Device, rng: np.random.Generator, *, weights: str, tokens: str, mixed: bool, bias: bool, layer: str) -> Iterator[Result]:
+    """`mixed`: gate and up are of different kinds, so that two dispatches compute them."""
+    yield from _mlp_of(device, rng, weights, int(tokens.split()[0]), 2 * _width(_parted(weights)[0]), mixed=mixed, bias=bias, fused=layer == "fused")
+
+
+def _large_mlp(device: Device, rng: np.random.Generator, *, weights: str) -> Iterator[Result]:
+    """So many rows and tokens that a large GPU is busy, for which it has other kernels."""
+    if device.profile.software:
+        raise Unsupported(f"{device.name} is a CPU: it computes large layers by the same kernels as small ones.")
+    yield from _mlp_of(device, rng, weights, 256, 4352, mixed=False, bias=False, fused=True)
+
+
+def _mlp_of(
+    device: Device, rng: np.random.Generator, weights: str, tokens: int, hidden: int, *, mixed: bool, bias: bool, fused: bool
+) -> Iterator[Result]:
+    kind, arithmetic = _parted(weights)
+    E = _width(kind)
+    kinds = {"gate": "F16" if mixed else kind, "up": kind, "down": kind}
+    if kind == "F16" and mixed:
+        kinds["gate"] = "F32"
+    shapes = {"gate": (hidden, E), "up": (hidden, E), "down": (E, hidden)}
+    given: dict[str, Any] = {"norm": _vector(rng, E)} | {name: random_matrix(rng, *shapes[name], kinds[name]) for name in shapes}
+    if bias:
+        given |= {f"b_{name}": _normal(rng, rows) for name, (rows, _) in shapes.items()}
+    x = _normal(rng, tokens, E)
+    got = FusedMLP(given, arithmetic=arithmetic, fused=fused, device=device)(x)
+    if arithmetic == "exact":
+        yield Result("y", got, lambda: x + reference.mlp(x, _dequantised(given), 1e-5), 2e-5, 2e-6)
+    else:  # rounding is emulated where both matrices of the norm are rounded, and it comes after the norm's scale
+        emulated = fused and not mixed
+        yield Result("y", got - x, lambda: reference.mlp(x, _dequantised(given), 1e-5, int8=emulated), nmse=_EMULATED if emulated else 5e-4)
+
+
+_ROPES = {
+    "none": None,
+    "halves": {"dim": 32},
+    "interleaved": {"dim": 32, "interleaved": True},
+    "partial": {"dim": 16},
+}
+
+
+def _attention(
+    device: Device,
+    rng: np.random.Generator,
+    *,
+    weights: str,
+    kv_dtype: str,
+    rope: str,
+    bias: bool,
+    qk_norm: bool,
+    residual: str,
+    mixed: bool,
+    layer: str,
+    prompt: int,
+) -> Iterator[Result]:
+    """A prompt and two steps, and no room for more. `mixed`: V is of another kind than Q and K. Residual: none, of its own, or x itself."""
+    (kind, arithmetic), fused = _parted(weights), layer == "fused"
+    E, H, Hkv, D = _width(kind), FORMATS[kind].block // 32 if FORMATS[kind].block > 32 else 4, 2, 32
+    shapes = {"wq": (H * D, E), "wk": (Hkv * D, E), "wv": (Hkv * D, E), "wo": (E, H * D)}
+    kinds = dict.fromkeys(shapes, kind) | ({"wv": "F32" if kind == "F16" else "F16"} if mixed else {})
+    given: dict[str, Any] = {"norm": _vector(rng, E)} | {name: random_matrix(rng, *shapes[name], kinds[name]) for name in shapes}
+    if bias:
+        given |= {f"b{name[1]}": _normal(rng, rows) for name, (rows, _) in shapes.items()}
+    if qk_norm:
+        given |= {name: _vector(rng, D) for name in ("q_norm", "k_norm")}
+    sizes = {"num_heads": H, "num_kv_heads": Hkv, "head_dim": D}
+    turns = _ROPES[rope]
+    block = FusedAttention(
+        given, **sizes, rope=turns and Rope(1e4, **turns), kv_dtype=kv_dtype, capacity=prompt + 2, arithmetic=arithmetic, fused=fused, device=device
+    )
+    x, own = (_normal(rng, prompt + 2, E) for _ in range(2))
+    added = {"none": None, "own": own, "x": x}[residual]
+    rows = [slice(0, prompt), slice(prompt, prompt + 1), slice(prompt + 1, prompt + 2)]
+    got = [call(x[r], None if added is None else added[r]) for call, r in zip((block.prefill, block.decode, block.decode), rows, strict=True)]
+    emulated = arithmetic == "int8" and fused and not mixed
+    expected = once(lambda: reference.attention_block(x, _dequantised(given), **sizes, eps=1e-5, rope=turns and {"base": 1e4, **turns}, int8=emulated))
+    out = np.concatenate(got)
+    close: dict[str, Any] = {"absolute": 2e-5, "relative": 2e-6}
+    if arithmetic == "int8":
+        close = {"nmse": _EMULATED if emulated else 5e-4}
+    elif kv_dtype == "f16":
+        close = {"absolute": 5e-3}
+    yield Result("y", out, lambda: expected()[0] + (0 if added is None else added), **close)
+    kept = close if "nmse" in close else {"absolute": 2e-5, "relative": 1e-3 if kv_dtype == "f16" else 2e-6}
+    yield Result("keys", block.cache.k(), lambda: expected()[1], **kept)
+    yield Result("values", block.cache.v(), lambda: expected()[2], **kept)
+
+
+# ---- a model
+
+
+class _RandomFile(ModelFile):
+    """A model of random weights that was never in a file."""
+
+    def __init__(self, rng: np.random.Generator, arch: str, kind: str, tied: bool, vocab: int = 300):
+        E = _width(kind)
+        H, Hkv, D, hidden = 4, 2, E // 4 if E % 128 else 32, E
+        self.path, self.architecture = Path("random weights"), arch
+        numbers = {"embedding_length": E, "attention.head_count": H, "attention.head_count_kv": Hkv, "attention.key_length": D, "block_count": 2}
+        numbers |= {"feed_forward_length": hidden, "attention.value_length": D, "attention.layer_norm_rms_epsilon": 1e-5, "rope.dimension_count": D}
+        self.metadata = {f"{arch}.{name}": number for name, number in numbers.items()}
+        self.tensors = {}
+        self._add("token_embd.weight", random_matrix(rng, vocab, E, kind))
+        self._add("output_norm.weight", _vector(rng, E))
+        if not tied:
+            self._add("output.weight", random_matrix(rng, vocab, E, kind))
+        shapes = {"attn_q": (H * D, E), "attn_k": (Hkv * D, E), "attn_v": (Hkv * D, E), "attn_output": (E, H * D)}
+        shapes |= {"ffn_gate": (hidden, E), "ffn_up": (hidden, E), "ffn_down": (E, hidden)}
+        for i in range(2):
+            for name, shape in shapes.items():
+                self._add(f"blk.{i}.{name}.weight", random_matrix(rng, *shape, kind if shape[1] % FORMATS[kind].block == 0 else "F32"))
+            for name, n in {"attn_norm": E, "ffn_norm": E, **({"attn_q_norm": D, "attn_k_norm": D} if arch == "qwen3" else {})}.items():
+                self._add(f"blk.{i}.{name}.weight", _vector(rng, n))
+            if arch == "qwen2":
+                for name in ("attn_q", "attn_k", "attn_v"):
+                    self._add(f"blk.{i}.{name}.bias", _normal(rng, shapes[name][0]))
+
+    def _add(self, name: str, weight: QuantizedTensor | np.ndarray) -> None:
+        kind, data = (weight.kind, weight.raw) if isinstance(weight, QuantizedTensor) else ("F32", weight)
+        self.tensors[name] = FileTensor(name, weight.shape, kind, data.reshape(-1).view(np.uint8))
+
+    def dequantised(self) -> dict[str, np.ndarray]:
+        found = {}
+        for name, t in self.tensors.items():
+            found[name] = QuantizedTensor(t.data, t.shape, t.kind).dequantize() if len(t.shape) == 2 else t.data.view(np.float32)
+        return found
+
+
+def _model(device: Device, rng: np.random.Generator, *, arch: str, weights: str, kv_dtype: str, tied: bool) -> Iterator[Result]:
+    """Logits of a prompt and of a step; then greedy generation, whose tokens must be those that the reference ranks first."""
+    file = _RandomFile(rng, arch, weights, tied)
+    model = Llama(file, kv_dtype=kv_dtype, capacity=300, device=device)
+    prompt = rng.integers(0, model.config.vocab_size, 21).tolist()
+    got = np.stack([model.prefill(prompt[:-1]), model.decode(prompt[-1])])
+    model.reset()
+    tokens = list(model.generate(prompt, 5, stop_ids=()))
+    expected = once(lambda: reference.llama(file.dequantised(), prompt + tokens[:-1], model.config))
+    error = 2e-2 if kv_dtype == "f16" else 2e-4
+    yield Result("logits", got, lambda: expected()[len(prompt) - 2 : len(prompt)], error)
+    chosen = lambda: expected()[len(prompt) - 1 :][np.arange(len(tokens)), tokens]  # noqa: E731
+    yield Result("best logit less that of the token chosen", np.zeros(len(tokens)), lambda: expected()[len(prompt) - 1 :].max(1) - chosen(), error)
+
+
+_LAYERS = ("fused", "unfused")
+NORM = Family("rms_norm", {"dtype": tuple(_DTYPES), "weight": tuple(_DTYPES), "width": (64, 37, 1000)}, _norm)
+ROPE = Family("apply_rope", {"dtype": tuple(_DTYPES), "dims": ((64, 64), (64, 16), (37, 10)), "interleaved": (False, True)}, _rope)
+MLP = Family(
+    "MLP",
+    {"weights": WEIGHTS, "tokens": ("1 token", "20 tokens"), "mixed": (False, True), "bias": (False, True), "layer": _LAYERS},
+    _mlp,
+    rows=("weights", "tokens"),
+)
+LARGE_MLP = Family("large MLP", {"weights": WEIGHTS}, _large_mlp)
+ATTENTION = Family(
+    "attention half",
+    {
+        "layer": _LAYERS,
+        "weights": WEIGHTS,
+        "kv_dtype": tuple(KV_DTYPES),
+        "rope": tuple(_ROPES),
+        "bias": (False, True),
+        "qk_norm": (False, True),
+        "residual": ("none", "own", "x"),
+        "mixed": (False, True),
+        "prompt": (18, 5),
+    },
+    _attention,
+    rows=("layer",),
+)
+MODEL = Family("model", {"arch": tuple(ARCHITECTURES), "weights": tuple(FORMATS), "kv_dtype": tuple(KV_DTYPES), "tied": (True, False)}, _model)
+FAMILIES = (NORM, ROPE, MLP, LARGE_MLP, ATTENTION, MODEL)
