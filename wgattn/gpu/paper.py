@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,31 +40,14 @@ PROFILES: Mapping[str, DeviceProfile] = {
 """Made-up devices of all the kinds that kernels tell apart, by name."""
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A kernel as `Device.kernel` is asked for it: a main file, parts, and options in the order of their names."""
-
-    main: str
-    parts: tuple[str | Part, ...]
-    options: tuple[tuple[str, Option], ...]
-
-    def source(self, directives: Mapping[str, str] | None = None) -> Source:
-        """The text, with a compiler's directives (see `shader.assemble`)."""
-        return assemble(self.main, self.parts, dict(self.options), directives)
-
-    def __str__(self) -> str:
-        parts = [p if isinstance(p, str) else p.path + "".join(f" {k}={v}" for k, v in p.names) for p in self.parts]
-        return f"{self.main} ({', '.join(parts)}; {', '.join(f'{k}={v}' for k, v in self.options)})"
-
-
 class PaperDevice(Device):
     """Takes the calls that a device takes. What is read from it is zeros; it has only the limits of its profile, and raises the same errors.
 
-    `variants` are the kernels it was asked for, in order, each once.
+    `sources` are those of the kernels it was asked for, in order, each once, and without directives.
     """
 
     def __init__(self, profile: DeviceProfile):
-        self.profile, self.variants, self.lowered, self.checked = profile, [], {}, False
+        self.profile, self.lowered, self.checked = profile, {}, False
         self.gpu = self.api = self.adapter = _Inert()
         self.backend = _Inert()
         self._kernels, self._uniforms = {}, {}
@@ -91,12 +73,14 @@ class PaperDevice(Device):
     def read(self, buffer: Any, dtype: Any, count: int, offset: int = 0) -> np.ndarray:
         return np.zeros(count, dtype)
 
+    @property
+    def sources(self) -> list[Source]:
+        return [kernel.source for kernel in self._kernels.values()]
+
     def kernel(self, main: str, *parts: str | Part, **options: Option) -> Kernel:
         key = (main, parts, tuple((k, type(v), v) for k, v in sorted(options.items())))
         if key not in self._kernels:
-            variant = Variant(main, parts, tuple(sorted(options.items())))
-            self._kernels[key] = _PaperKernel(self, variant.source())
-            self.variants.append(variant)
+            self._kernels[key] = _PaperKernel(self, assemble(main, parts, options))
         return self._kernels[key]
 
 

@@ -43,6 +43,7 @@ class Part:
             text = text.replace(f"${name}", value)
         return text
 
+
 _COMMENT = re.compile(r"//[^\n]*")
 _BUFFER = re.compile(r"^var<(uniform|storage, read_write|storage, read)>\s+(\w+)", re.M)
 _OVERRIDE = re.compile(r"^override\s+(\w+)(?::\s*\w+)?(?:\s*=\s*([^;]+))?;", re.M)
@@ -77,6 +78,16 @@ class Source:
     parts: tuple[str, ...] = ()
     """Paths of the parts that the text is made of."""
     options: Mapping[str, Option] = field(default_factory=dict)
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """Every number that array lengths may name: options, and what the text declares."""
+
+    def under(self, directives: Mapping[str, str]) -> str:
+        """The text of a source assembled without directives, with those."""
+        return _header(self.features, directives) + self.text
+
+
+def _header(features: frozenset[str], directives: Mapping[str, str]) -> str:
+    return "".join(line + "\n" for feature, line in sorted(directives.items()) if feature in features)
 
 
 @cache
@@ -101,15 +112,13 @@ def assemble(main: str, parts: tuple[str | Part, ...] = (), options: Mapping[str
     declared = dict(_OVERRIDE.findall(code))
     prelude = "".join(_declaration(k, v) for k, v in options.items() if k not in declared)
     features = frozenset(f for f, pattern in (("f16", r"\bf16\b"), ("subgroup", r"\bsubgroup[A-Z_]\w*")) if re.search(pattern, prelude + code))
-    header = "".join(line + "\n" for f, line in sorted((directives or {}).items()) if f in features)
-
     buffers: list[tuple[str, str]] = []
 
     def number(match: re.Match[str]) -> str:
         buffers.append((match[2], _BINDING_TYPE[match[1]]))
         return f"@group(0) @binding({len(buffers) - 1}) {match[0]}"
 
-    text = header + prelude + _BUFFER.sub(number, body)
+    text = _header(features, directives or {}) + prelude + _BUFFER.sub(number, body)
     values = _values(code, options, declared)
     struct = _STRUCT.search(code)
     return Source(
@@ -123,6 +132,7 @@ def assemble(main: str, parts: tuple[str | Part, ...] = (), options: Mapping[str
         features=features,
         parts=tuple(p if isinstance(p, str) else p.path for p in parts),
         options=options,
+        constants=values,
     )
 
 
