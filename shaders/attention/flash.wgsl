@@ -1,11 +1,11 @@
 // Attention of many queries, no scores in memory: o = softmax(adjust(scale * q . K)) . V                     reference.attention
-// A team of LANES invocations computes ROWS rows; a row is one head of one query, rows of a KV head are ordered by query, then head.
+// A team of LANES invocations computes ROWS rows, as flash_rows numbers them.
 // It walks over the keys that any of its rows sees, STEP = LANES * KEYS at a time: each lane scores KEYS of them for all rows,
 // the probabilities go through workgroup memory, and each lane then adds up VALUE_SLOTS vec4s of the outputs.
 // FlashAttention (Dao et al. 2022), online softmax (Milakov and Gimelshein 2018). Scores are in log2 units.
 // Workgroup memory: 4 * TEAMS * ROWS * STEP, and that of the team part.
 // Options: HEAD_DIM, VALUE_DIM, LANES, ROWS, KEYS, VALUE_SLOTS = ceil(VALUE_WIDTH / LANES), WORKGROUP;
-// parts: problem, lengths_*, rows_* as query, keys and values, adjust_*, team_*, store_* as out, finish, sink_*, lse_*.
+// parts: problem, lengths_*, rows_* as query, keys and values, adjust_*, flash_rows, team_*, store_* as out, finish, sink_*, lse_*.
 
 const TEAMS = WORKGROUP / LANES;
 const STEP = LANES * KEYS;
@@ -17,20 +17,15 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   team_index = index;
   let lane = index % LANES;
   let team = index / LANES;
-  let ratio = params.heads / params.kv_heads;
-  let rows = query_count() * ratio;
   let b = group.z;
   let first_row = group.x * TEAMS * ROWS;        // of the workgroup
-  if (first_row >= rows) { return; }
+  if (first_row >= flash_count()) { return; }
   let row = first_row + team * ROWS;             // of the team
   let k_at = b * params.k_batch + group.y * params.k_head;
   let v_at = b * params.v_batch + group.y * params.v_head;
   //@ unroll r in 0..ROWS
-  let i$r = min(row + $ru, rows - 1u) / ratio;
-  let h$r = group.y * ratio + min(row + $ru, rows - 1u) % ratio;
-  let q_at$r = b * params.q_batch + h$r * params.q_head + i$r * params.q_row;
-  let first$r = first_key(b, i$r);
-  let end$r = end_key(b, i$r);
+  let row$r = flash_row(b, group.y, row + $ru);
+  let q_at$r = flash_query(b, row$r);
   var max$r = LOWEST;
   var sum$r = 0.0;
   //@ unroll s in 0..VALUE_SLOTS
@@ -38,9 +33,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   //@ end
   //@ end
   // The same range for the whole workgroup, because of the barriers.
-  let begin = first_key(b, first_row / ratio);
-  let end = end_key(b, (min(first_row + TEAMS * ROWS, rows) - 1u) / ratio);
-  for (var base = begin; base < end; base += STEP) {
+  let seen = flash_keys(b, first_row, TEAMS * ROWS);
+  let end = seen.y;
+  for (var base = seen.x; base < end; base += STEP) {
     //@ unroll k in 0..KEYS
     let j$k = base + $ku * LANES + lane;
     let k_at$k = k_at + min(j$k, end - 1u) * params.k_row;
@@ -68,7 +63,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     {
       var high = LOWEST;
       //@ unroll k in 0..KEYS
-      let score$k = select(LOWEST, adjust(dot(dot$r_$k, vec4<f32>(query_scale())), b, h$r, i$r, j$k), j$k >= first$r && j$k < end$r);
+      let score$k = flash_score(dot(dot$r_$k, vec4<f32>(query_scale())), b, row$r, j$k);
       high = max(high, score$k);
       //@ end
       high = max(max$r, team_max(high));
@@ -105,9 +100,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   //@ unroll r in 0..ROWS
   {
     let total = team_add(sum$r);
-    if (row + $ru < rows) {
-      let factor = finish(b, h$r, i$r, max$r, total, lane == 0u);
-      let at = b * params.o_batch + h$r * params.o_head + i$r * params.o_row;
+    if (row + $ru < flash_count()) {
+      let factor = finish(b, row$r.h, row$r.i, max$r, total, lane == 0u);
+      let at = flash_output(b, row$r);
       //@ unroll s in 0..VALUE_SLOTS
       if (lane + $su * LANES < VALUE_WIDTH) { out_store(at, lane + $su * LANES, select(vec4<f32>(), o$r_$s * factor, factor > 0.0)); }
       //@ end

@@ -1,35 +1,30 @@
 // Attention of many queries on a CPU: o = softmax(adjust(scale * q . K)) . V                                 reference.attention
 // One invocation computes ROWS rows, KEYS keys at a time, all in registers: a CPU pays for loads per lane and for barriers, so each
-// loaded vec4 of a key serves ROWS rows, and each accumulator is touched once for KEYS keys. A row is one head of one query, rows of a
-// KV head are ordered by query, then head. Online softmax (Milakov and Gimelshein 2018). Scores are in log2 units.
+// loaded vec4 of a key serves ROWS rows, and each accumulator is touched once for KEYS keys. Rows are numbered as in flash_rows.
+// Online softmax (Milakov and Gimelshein 2018). Scores are in log2 units.
 // Workgroup memory: none.
 // Options: HEAD_DIM, VALUE_DIM, ROWS, KEYS, VALUE_SLOTS = VALUE_WIDTH, WORKGROUP;
-// parts: problem, lengths_*, rows_* as query, keys and values, adjust_*, store_* as out, finish, sink_*, lse_*.
+// parts: problem, lengths_*, rows_* as query, keys and values, adjust_*, flash_rows, store_* as out, finish, sink_*, lse_*.
 
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) index: u32) {
-  let ratio = params.heads / params.kv_heads;
-  let rows = query_count() * ratio;
   let b = group.z;
   let row = (group.x * WORKGROUP + index) * ROWS;
-  if (row >= rows) { return; }
+  if (row >= flash_count()) { return; }
   let k_at = b * params.k_batch + group.y * params.k_head;
   let v_at = b * params.v_batch + group.y * params.v_head;
   //@ unroll r in 0..ROWS
-  let i$r = min(row + $ru, rows - 1u) / ratio;
-  let h$r = group.y * ratio + min(row + $ru, rows - 1u) % ratio;
-  let q_at$r = b * params.q_batch + h$r * params.q_head + i$r * params.q_row;
-  let first$r = first_key(b, i$r);
-  let end$r = end_key(b, i$r);
+  let row$r = flash_row(b, group.y, row + $ru);
+  let q_at$r = flash_query(b, row$r);
   var max$r = LOWEST;
   var sum$r = 0.0;
   //@ unroll s in 0..VALUE_SLOTS
   var o$r_$s = vec4<f32>();
   //@ end
   //@ end
-  let begin = first_key(b, row / ratio);
-  let end = end_key(b, (min(row + ROWS, rows) - 1u) / ratio);
-  for (var base = begin; base < end; base += KEYS) {
+  let seen = flash_keys(b, row, ROWS);
+  let end = seen.y;
+  for (var base = seen.x; base < end; base += KEYS) {
     //@ unroll k in 0..KEYS
     let j$k = base + $ku;
     let k_at$k = k_at + min(j$k, end - 1u) * params.k_row;
@@ -54,7 +49,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     //@ unroll r in 0..ROWS
     var high$r = max$r;
     //@ unroll k in 0..KEYS
-    var p$r_$k = select(LOWEST, adjust(dot$r_$k * query_scale(), b, h$r, i$r, j$k), j$k >= first$r && j$k < end$r);
+    var p$r_$k = flash_score(dot$r_$k * query_scale(), b, row$r, j$k);
     high$r = max(high$r, p$r_$k);
     //@ end
     let keep$r = exp2(max$r - high$r);
@@ -83,9 +78,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     //@ end
   }
   //@ unroll r in 0..ROWS
-  if (row + $ru < rows) {
-    let factor = finish(b, h$r, i$r, max$r, sum$r, true);
-    let at = b * params.o_batch + h$r * params.o_head + i$r * params.o_row;
+  if (row + $ru < flash_count()) {
+    let factor = finish(b, row$r.h, row$r.i, max$r, sum$r, true);
+    let at = flash_output(b, row$r);
     //@ unroll s in 0..VALUE_SLOTS
     out_store(at, $su, select(vec4<f32>(), o$r_$s * factor, factor > 0.0));
     //@ end

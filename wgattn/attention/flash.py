@@ -42,6 +42,7 @@ def record(recording: Recording, problem: Problem, operands: Operands, shape: Fl
         *common.base_parts(problem),
         *(common.rows_part(problem, name) for name in ("query", "keys", "values")),
         *common.score_parts(problem),
+        "attention/parts/flash_rows",
         *([] if shape.lanes == 1 else [profile.team_part(shape.lanes)]),
         *common.finish_parts(problem),
         **common.options(problem),
