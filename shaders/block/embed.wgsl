@@ -17,8 +17,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   let row = tokens[token] - params.first_row;    // wraps to a large number below first_row
   if (row >= params.rows) { return; }
   for (var chunk = index; chunk < (params.columns + 15u) / 16u; chunk += WORKGROUP) {
-    let code = weights_codes(row, chunk);
-    let affine = weights_affine(row, chunk);
+    let code = codes_floats(codes_load(row, chunk));
+    let affine = scales_affine(scales_load(row, chunk), row, chunk);
     //@ unroll i in 0..4
     y[token * (params.y_stride / 4u) + chunk * 4u + $iu] = fma(vec4<f32>(affine.x), code[$i], vec4<f32>(affine.y));
     //@ end

@@ -8,6 +8,8 @@
 
 struct Params { columns: u32, rows: u32, x_stride: u32, y_stride: u32, first_row: u32, eps: f32 }
 
+const HEAD_SLOTS = WORKGROUP / LANES;
+
 var<uniform> params: Params;                     // rows: of this piece of W, whose row 0 is row first_row of the whole
 var<storage, read> x: array<vec4<f32>>;          // (tokens, x_stride) f32; columns beyond `columns` are 0
 
@@ -41,8 +43,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     //@ end
     //@ unroll r in 0..ROWS
     {
-      let code = weights_codes(row$r, chunk);
-      let affine = weights_affine(row$r, chunk);
+      let code = codes_floats(codes_load(row$r, chunk));
+      let affine = scales_affine(scales_load(row$r, chunk), row$r, chunk);
       //@ unroll t in 0..TOKENS
       let dot$t = fma(code[0], in$t[0], fma(code[1], in$t[1], fma(code[2], in$t[2], code[3] * in$t[3])));
       sum$r_$t = fma(vec4<f32>(affine.x), dot$t, fma(vec4<f32>(affine.y), total$t, sum$r_$t));
@@ -69,7 +71,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     //@ unroll r in 0..ROWS
     results[$r] += bias_at(row$r);
     //@ end
-    let gain = head_gain(row, lane, results);
+    let gain = head_gain(row, index / LANES, lane == 0u, results);
     //@ unroll r in 0..ROWS
     results[$r] *= gain * head_weight(row$r);
     //@ end

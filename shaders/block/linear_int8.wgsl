@@ -8,6 +8,8 @@
 
 struct Params { columns: u32, rows: u32, x_stride: u32, y_stride: u32, first_row: u32, eps: f32 }
 
+const HEAD_SLOTS = WORKGROUP / LANES;
+
 var<uniform> params: Params;                     // rows: of this piece of W, whose row 0 is row first_row of the whole
 var<storage, read> x: array<vec4<f32>>;          // (tokens, x_stride) f32; columns is a multiple of 32
 
@@ -59,10 +61,10 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     //@ end
     //@ unroll r in 0..ROWS
     {
-      let w_a = weights_ints(row$r, first);
-      let w_b = weights_ints(row$r, first + 1u);
-      let affine_a = weights_affine(row$r, first);
-      let affine_b = weights_affine(row$r, first + 1u);
+      let w_a = codes_ints(codes_load(row$r, first));
+      let w_b = codes_ints(codes_load(row$r, first + 1u));
+      let affine_a = scales_affine(scales_load(row$r, first), row$r, first);
+      let affine_b = scales_affine(scales_load(row$r, first + 1u), row$r, first + 1u);
       //@ unroll t in 0..TOKENS
       let a$t = fma(affine_a.x, dot16(w_a, code_a$t), affine_a.y * total_a$t);
       let b$t = fma(affine_b.x, dot16(w_b, code_b$t), affine_b.y * total_b$t);
@@ -78,7 +80,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     //@ unroll r in 0..ROWS
     results[$r] = team_add(sum$r_$t) * scale + bias_at(row$r);
     //@ end
-    let gain = head_gain(row, lane, results);
+    let gain = head_gain(row, index / LANES, lane == 0u, results);
     //@ unroll r in 0..ROWS
     results[$r] *= gain * head_weight(row$r);
     //@ end

@@ -45,8 +45,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   let row$n = (index + $nu * WORKGROUP) / 2u;    // of two chunks a row, an invocation takes one
   let half$n = (index + $nu * WORKGROUP) % 2u;
   let source$n = min(first_row + row$n, params.rows - 1u);
-  var code$n = weights_codes(source$n, min(half$n, chunks - 1u));
-  var affine$n = weights_affine(source$n, min(half$n, chunks - 1u));
+  var code$n = codes_load(source$n, min(half$n, chunks - 1u));
+  var scales$n = scales_load(source$n, min(half$n, chunks - 1u));
   //@ end
   //@ unroll n in 0..X_LOADS
   let c$n = index / TILE_TOKENS + $nu * (WORKGROUP / TILE_TOKENS);
@@ -55,12 +55,14 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   for (var chunk = 0u; chunk < chunks; chunk += 2u) {
     //@ unroll n in 0..W_LOADS
     if (row$n < TILE_ROWS) {
-      let scale = vec4<f32>(select(0.0, affine$n.x, chunk + half$n < chunks));   // beyond the columns: zeros
-      let offset = vec4<f32>(select(0.0, affine$n.y, chunk + half$n < chunks));
-      w_tile[w_slot(row$n, half$n * 4u)] = fma(code$n[0], scale, offset);
-      w_tile[w_slot(row$n, half$n * 4u + 1u)] = fma(code$n[1], scale, offset);
-      w_tile[w_slot(row$n, half$n * 4u + 2u)] = fma(code$n[2], scale, offset);
-      w_tile[w_slot(row$n, half$n * 4u + 3u)] = fma(code$n[3], scale, offset);
+      let code = codes_floats(code$n);
+      let affine = scales_affine(scales$n, source$n, min(chunk + half$n, chunks - 1u));
+      let scale = vec4<f32>(select(0.0, affine.x, chunk + half$n < chunks));   // beyond the columns: zeros
+      let offset = vec4<f32>(select(0.0, affine.y, chunk + half$n < chunks));
+      w_tile[w_slot(row$n, half$n * 4u)] = fma(code[0], scale, offset);
+      w_tile[w_slot(row$n, half$n * 4u + 1u)] = fma(code[1], scale, offset);
+      w_tile[w_slot(row$n, half$n * 4u + 2u)] = fma(code[2], scale, offset);
+      w_tile[w_slot(row$n, half$n * 4u + 3u)] = fma(code[3], scale, offset);
     }
     //@ end
     //@ unroll n in 0..X_LOADS
@@ -72,8 +74,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     //@ end
     if (chunk + 2u < chunks) {
       //@ unroll n in 0..W_LOADS
-      code$n = weights_codes(source$n, min(chunk + 2u + half$n, chunks - 1u));
-      affine$n = weights_affine(source$n, min(chunk + 2u + half$n, chunks - 1u));
+      code$n = codes_load(source$n, min(chunk + 2u + half$n, chunks - 1u));
+      scales$n = scales_load(source$n, min(chunk + 2u + half$n, chunks - 1u));
       //@ end
       //@ unroll n in 0..X_LOADS
       x$n = x[x_at + min((chunk + 2u) * 4u + c$n, chunks * 4u - 1u)];

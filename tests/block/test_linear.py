@@ -9,7 +9,7 @@ import pytest
 from tests.helpers import assert_close, assert_untouched, dirty_workgroup_memory, poison, split_canary, untouched, with_canary
 from wgattn import reference
 from wgattn.attention.kv_cache import KVCache
-from wgattn.block.linear import Matrix, TileShape, choose_linear, pad_vector, padded, record_linear
+from wgattn.block.linear import Matrix, TileShape, VectorShape, choose_linear, pad_vector, padded, record_linear
 from wgattn.block.quant import FORMATS, QuantizedTensor, quantize, stack_rows
 from wgattn.block.rope import Rope
 from wgattn.errors import CapacityError
@@ -507,7 +507,7 @@ def test_what_f16_cannot_hold_is_clamped(device: Device, rng):
 
 
 def test_the_shape_suits_the_kernel(device: Device):
-    """For any device and problem: teams of a power of two lanes within a workgroup, and rows in fours."""
+    """For any device and problem: teams of a power of two lanes within a workgroup, rows in fours, memory within the limit."""
     for kind in ("CPU", "DiscreteGPU", "IntegratedGPU"):
         for subgroup in (0, 4, 8, 16, 32, 64, 128):
             for invocations in (128, 256, 1024):
@@ -524,9 +524,16 @@ def test_the_shape_suits_the_kernel(device: Device):
                                 assert s.workgroup <= invocations, where
                                 assert s.workgroup % s.tokens == 0, where
                                 continue
+                            if isinstance(s, VectorShape):
+                                assert kind != "CPU", where
+                                assert tokens == 1, where
+                                assert s.workgroup_bytes <= profile.workgroup_memory, where
+                                assert s.columns <= 16 * 4 * s.lanes, where
+                                assert s.workgroup % s.subgroup == 0, where
+                            else:
+                                assert (s.tokens == 1) == (tokens == 1), where
                             assert s.lanes & (s.lanes - 1) == 0, where
                             assert s.lanes < 2 * max(1, padded(columns) // 16), where
                             assert s.workgroup <= invocations, where
                             assert s.workgroup % s.lanes == 0, where
                             assert s.rows % 4 == 0, where
-                            assert (s.tokens == 1) == (tokens == 1), where

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -106,37 +107,114 @@ class TileShape:
         return (*grid(-(-rows // self.rows), limit), -(-tokens // self.tokens))
 
 
+@dataclass(frozen=True)
+class VectorShape:
+    """How `block/linear_vector.wgsl` divides its work: `teams` of `lanes` invocations a workgroup, each `batches` times `batch` rows of one token."""
+
+    lanes: int
+    teams: int
+    batch: int
+    batches: int
+    columns: int
+    """Padded to whole chunks."""
+    subgroup: int
+    """Lanes whose sums subgroup operations add up; 1 where there are none."""
+    main: ClassVar[str] = "block/linear_vector"
+
+    @property
+    def workgroup(self) -> int:
+        return self.lanes * self.teams
+
+    @property
+    def rows(self) -> int:
+        """Rows of a workgroup."""
+        return self.teams * self.batch * self.batches
+
+    @property
+    def workgroup_bytes(self) -> int:
+        return 4 * (self.columns + self.rows * max(1, self.lanes // self.subgroup) + self.workgroup // self.subgroup + self.rows // 4)
+
+    def parts(self, profile: DeviceProfile) -> tuple[str, ...]:
+        return ("block/parts/sharers_none" if self.subgroup == 1 else "block/parts/sharers_subgroup",)
+
+    def options(self, profile: DeviceProfile) -> dict[str, int]:
+        division = {"COLUMNS": self.columns, "LANES": self.lanes, "TEAMS": self.teams, "BATCH": self.batch, "BATCHES": self.batches}
+        chunks = -(-self.columns // CHUNK // self.lanes)
+        return {**division, "CHUNKS": chunks, "ROWS": 4, "PAIRS": 2, "QUADS": 1, "WORKGROUP": self.workgroup, "SUBGROUP": self.subgroup}
+
+    def groups(self, rows: int, tokens: int, limit: int) -> tuple[int, int, int]:
+        return (*grid(-(-rows // self.rows), limit), 1)
+
+
 _TILES = (TileShape(128, 64, 8, 8), TileShape(64, 64, 4, 8), TileShape(64, 32, 4, 8))
 """Tiles for many tokens, the one that needs the fewest loads first."""
 _GPU_TILES = 264
 """Tiles that keep a large GPU busy; fewer are made smaller."""
 
 
-def choose_linear(profile: DeviceProfile, rows: int, columns: int, tokens: int, head_dim: int = 0, tiled: bool = True) -> LinearShape | TileShape:
+def choose_linear(
+    profile: DeviceProfile, rows: int, columns: int, tokens: int, head_dim: int = 0, arithmetic: str = "exact"
+) -> LinearShape | TileShape | VectorShape:
     """The shape for a problem on a device; pure. `tokens` is the number a replay computes at most.
 
-    A CPU pays for loads per lane and for barriers: one invocation for several rows. A GPU wants many lanes a row, and loads in flight; for
-    many tokens it wants tiles in workgroup memory (unless not `tiled`). With `head_dim` (a multiple of 4), a workgroup computes whole heads.
+    A CPU pays for loads per lane and for barriers: one invocation for several rows. A GPU wants many lanes a row, loads in flight, and x in
+    registers; for many tokens it wants tiles in workgroup memory. With `head_dim` (a multiple of 4), a workgroup computes whole heads.
     """
+    if tokens == 1 and not profile.software and (vector := _vector_shape(profile, rows, padded(columns), head_dim, arithmetic)):
+        return vector
+    span = CHUNK if arithmetic == "exact" else 2 * CHUNK  # columns that a lane takes at a time
     if head_dim:
-        free = choose_linear(profile, rows, columns, tokens, tiled=False)
+        free = _linear_shape(profile, rows, -(-columns // span), tokens)
         most = 4 * profile.max_invocations // head_dim
         if not most:
             raise CapacityError(f"Heads of {head_dim} rows need workgroups of {head_dim // 4}; {profile.name} allows {profile.max_invocations}.")
         lanes = min(free.lanes, power_of_two(most))
         return LinearShape(lanes, 4, free.tokens, lanes * head_dim // 4)
-    if profile.software:
-        workgroup = 64 if rows >= 8192 else 16 if rows >= 1024 else 8
-        return LinearShape(1, 8, 1, workgroup) if tokens == 1 else LinearShape(1, 8, 4, 8)
-    if tiled and tokens >= 16:
+    if tokens >= 16 and arithmetic == "exact" and not profile.software:
         fit = [t for t in _TILES if t.workgroup_bytes <= profile.workgroup_memory and t.workgroup <= profile.max_invocations]
         enough = [t for t in fit if -(-rows // t.rows) * -(-tokens // t.tokens) >= _GPU_TILES]
         if fit:
             return (enough or fit[-2:])[0]
-    chunks, teams = padded(columns) // CHUNK, -(-rows // 4)
+    return _linear_shape(profile, rows, -(-columns // span), tokens)
+
+
+def _linear_shape(profile: DeviceProfile, rows: int, chunks: int, tokens: int) -> LinearShape:
+    """The shape for a few tokens, or for a CPU."""
+    if profile.software:
+        workgroup = 64 if rows >= 8192 else 16 if rows >= 1024 else 8
+        return LinearShape(1, 8, 1, workgroup) if tokens == 1 else LinearShape(1, 8, 4, 8)
+    teams = -(-rows // 4)
     most = 8 if tokens > 1 else 256 if profile.subgroup_size else 16  # adding up without subgroups takes two barriers a doubling
     lanes = min(most, power_of_two(2 * chunks - 1), max(8, power_of_two(_GPU_LANES // teams)), power_of_two(profile.max_invocations))
     return LinearShape(lanes, 4, 1 if tokens == 1 else 4, max(lanes, min(64 if lanes <= 32 else 128, profile.max_invocations)))
+
+
+_GPU_WORKGROUPS = 264
+"""Workgroups that keep a large GPU busy."""
+
+
+def _vector_shape(profile: DeviceProfile, rows: int, columns: int, head_dim: int, arithmetic: str) -> VectorShape | None:
+    """The shape for one token; None where workgroup memory for x is missing, or subgroups that int8 needs."""
+    chunks = columns // CHUNK
+    lanes = min(128, power_of_two(2 * chunks - 1), max(16, power_of_two((1 << 20) // rows)))
+    lanes = max(lanes, power_of_two(-(-chunks // 4) * 2 - 1))  # at most four chunks a lane
+    subgroup = profile.subgroup_size if profile.team_part(2).startswith("team_subgroup") else 1
+    most = power_of_two(profile.max_invocations)
+    workgroup = most if head_dim else min(256, most)
+    if lanes > workgroup or workgroup < subgroup or (arithmetic == "int8" and 1 in (subgroup, lanes)):
+        return None
+    batch = 4 if head_dim or rows * lanes > 1 << 19 else 2
+    if head_dim:
+        teams = math.gcd(workgroup // lanes, head_dim // batch)
+        shape = VectorShape(lanes, teams, batch, head_dim // batch // teams, columns, subgroup)
+    else:
+        batches = min(8, power_of_two(rows * lanes // batch >> 18))
+        shape = VectorShape(lanes, workgroup // lanes, batch, batches, columns, subgroup)
+        while shape.rows > 4 and shape.workgroup > max(64, subgroup) and -(-rows // shape.rows) < _GPU_WORKGROUPS:
+            shape = replace(shape, teams=shape.teams // 2)
+    if shape.workgroup % subgroup or shape.rows % 4 or shape.rows // 4 > shape.workgroup:
+        return None
+    return shape if shape.workgroup_bytes <= profile.workgroup_memory else None
 
 
 def record_linear(
@@ -173,16 +251,18 @@ def record_linear(
     """
     device = recording.device
     head_dim = 0 if head_gamma is None else (options or {})["HEAD_DIM"]
-    columns = matrix.columns // 2 if arithmetic == "int8" else matrix.columns  # lanes of int8 take 32 columns at a time instead of 16
-    shape = choose_linear(device.profile, matrix.rows, columns, tokens, head_dim, tiled=arithmetic == "exact")
+    shape = choose_linear(device.profile, matrix.rows, matrix.columns, tokens, head_dim, arithmetic)
+    vector = isinstance(shape, VectorShape)
     norm = "none" if gamma is None else "rms"
     if gamma is not None and arithmetic == "exact" and device.profile.software and tokens == 1:
         room = device.profile.workgroup_memory - 8 * shape.workgroup  # less what norm_shared and heads_norm keep besides
         norm = "shared" if 4 * padded(matrix.columns) <= room else "rms"
+    products = (f"block/parts/products_{arithmetic if arithmetic == 'int8' else 'codes' if matrix.format.quantised else 'floats'}",) if vector else ()
     kernel = device.kernel(
-        "block/linear_int8" if arithmetic == "int8" else shape.main,
+        "block/linear_int8" if arithmetic == "int8" and not vector else shape.main,
         "step",
         *matrix.format.parts,
+        *products,
         f"block/parts/norm_{norm}",
         f"block/parts/bias_{'none' if bias is None else 'add'}",
         *shape.parts(device.profile),
@@ -190,8 +270,7 @@ def record_linear(
         f"block/parts/heads_{'plain' if head_gamma is None else 'norm'}",
         f"block/parts/output_{output}",
         *parts,
-        COLUMNS=matrix.columns if norm == "shared" else 0,
-        **shape.options(device.profile),
+        **({"COLUMNS": matrix.columns if norm == "shared" else 0} | shape.options(device.profile)),
         **matrix.format.options,
         **(options or {}),
     )

@@ -118,6 +118,10 @@ def _q6_k(raw: np.ndarray, columns: int) -> Planes:
     }
 
 
+def _float(*names: str) -> tuple[str, ...]:
+    return (*(f"block/parts/weights_{name}" for name in names), "block/parts/scales_one")
+
+
 def _quantised(codes: str, scales: str) -> tuple[str, ...]:
     return (f"block/parts/codes_{codes}", "block/parts/codes_floats", f"block/parts/scales_{scales}")
 
@@ -125,9 +129,9 @@ def _quantised(codes: str, scales: str) -> tuple[str, ...]:
 FORMATS: Mapping[str, Format] = {
     f.name: f
     for f in (
-        Format("F32", 1, 4, ("block/parts/weights_f32",), _floats(np.float32)),
-        Format("F16", 1, 2, ("block/parts/weights_f16",), _floats(np.float16)),
-        Format("BF16", 1, 2, ("block/parts/weights_bf16",), _floats(np.uint16)),
+        Format("F32", 1, 4, _float("f32"), _floats(np.float32)),
+        Format("F16", 1, 2, _float("f16", "halves"), _floats(np.float16)),
+        Format("BF16", 1, 2, _float("bf16", "halves"), _floats(np.uint16)),
         Format("Q8_0", 32, 34, _quantised("bytes", "d"), _simple({"scales": 2, "qs": 32}), {"ZERO": 0}),
         Format("Q4_0", 32, 18, _quantised("nibbles", "d"), _simple({"scales": 2, "qs": 16}), {"ZERO": 8}),
         Format("Q4_1", 32, 20, _quantised("nibbles", "dm"), _simple({"scales": 4, "qs": 16})),
