@@ -43,10 +43,11 @@ class Guard:
         device = self._device
         if isinstance(error, WgattnError) or not isinstance(error, Exception):
             return
+        reason = " ".join(str(error).split())
         if device.look_if_lost():
-            raise DeviceError(f"{device.name} is lost, and all that was on it ({error}). {_AFRESH}") from error
+            raise DeviceError(f"{device.name} is lost, and all that was on it ({reason}). {_AFRESH}") from error
         if isinstance(error, MemoryError) or device.backend.is_out_of_memory(error):
-            raise CapacityError(f"{device.name} has not the memory to {self._doing} ({error}). Free some, or ask for less.") from error
+            raise CapacityError(f"{device.name} has not the memory to {self._doing} ({reason}). Free some, or ask for less.") from error
         if isinstance(error, device.api.GPUError | RuntimeError):
             raise DeviceError(f"{device.name} could not {self._doing}: {error}") from error
 

@@ -81,9 +81,9 @@ class Backend:
         return native.GPUShaderModule(label, handle, device)
 
     def is_lost(self, device: Any) -> bool:
-        """Whether the device no longer takes commands, because the adapter has gone or it was destroyed."""
+        """Whether nothing can be made on the device any more, because the adapter has gone or it was destroyed."""
         try:
-            device.create_command_encoder().finish()
+            device.create_bind_group_layout(entries=[])
         except self.api.GPUError:
             return True
         return False
