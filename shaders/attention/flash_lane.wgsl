@@ -3,7 +3,7 @@
 // loaded vec4 of a key serves ROWS rows, and each accumulator is touched once for KEYS keys. Rows are numbered as in flash_rows.
 // Online softmax (Milakov and Gimelshein 2018). Scores are in log2 units.
 // Workgroup memory: none.
-// Options: HEAD_DIM, VALUE_DIM, ROWS, KEYS, VALUE_SLOTS = VALUE_WIDTH, WORKGROUP;
+// Options: HEAD_DIM, VALUE_DIM, ROWS, KEYS, VALUE_SLOTS = VALUE_WIDTH, WORKGROUP, LANES = 1, SUBGROUP (not used);
 // parts: problem, lengths_*, rows_* as query, keys and values, adjust_*, flash_rows, store_* as out, finish, sink_*, lse_*.
 
 @compute @workgroup_size(WORKGROUP)

@@ -1,6 +1,6 @@
 // h[t] = row token[t] of the embedding matrix, dequantised.        reference.embed
 // One workgroup a token; each invocation takes chunks of 16 columns. A matrix in pieces: each piece writes the tokens it holds.
-// Workgroup memory: none.   Options: WORKGROUP; parts: step, weights_*.
+// Workgroup memory: none.   Options: WORKGROUP; parts: step, weights_* or codes_*, and scales_*.
 
 struct Params { columns: u32, rows: u32, y_stride: u32, first_row: u32 }
 

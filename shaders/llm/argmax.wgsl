@@ -9,7 +9,7 @@ const LOWEST = -3.4028234e38;
 
 var<uniform> params: Params;
 var<storage, read> logits: array<vec4<f32>>;     // (vocab, padded to 4)
-var<storage, read_write> state: array<u32>;      // the step buffer: position, count, ..., token ids
+var<storage, read_write> state: array<u32>;      // (words of the step buffer) position, count, ..., token ids
 var<storage, read_write> history: array<u32>;    // (ring) the token at position p is at p % ring
 var<workgroup> best_value: array<f32, WORKGROUP>;
 var<workgroup> best_id: array<u32, WORKGROUP>;

@@ -1,5 +1,5 @@
 // Rows of $width f16, anywhere: `at` is the row's offset in elements, i the number of the vec4; what is beyond the row reads as 0.
-var<storage, read> $name: array<u32>;            // two f16 a word
+var<storage, read> $name: array<u32>;            // (rows, $width) f16, two a word
 fn $name_at(i: u32) -> f32 { return unpack2x16float($name[i / 2u] >> (16u * (i % 2u))).x; }
 fn $name_load(at: u32, i: u32) -> vec4<f32> {
   let c = i * 4u;

@@ -1,5 +1,5 @@
 // Rows of $width f32, anywhere: `at` is the row's offset in elements, i the number of the vec4; what is beyond the row reads as 0.
-var<storage, read> $name: array<f32>;
+var<storage, read> $name: array<f32>;            // (rows, $width) f32
 fn $name_load(at: u32, i: u32) -> vec4<f32> {
   let c = i * 4u;
   var v = vec4<f32>();

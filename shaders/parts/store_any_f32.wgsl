@@ -1,5 +1,5 @@
 // Rows of $width f32 to write, anywhere.
-var<storage, read_write> $name: array<f32>;
+var<storage, read_write> $name: array<f32>;      // (rows, $width) f32
 fn $name_store(at: u32, i: u32, v: vec4<f32>) {
   let c = i * 4u;
   if (c < $width) { $name[at + c] = v.x; }

@@ -1,4 +1,5 @@
 // A team within one subgroup: LANES is a power of two, at most the subgroup's size. Every lane gets the result.
+// Options: LANES, WORKGROUP, SUBGROUP.
 var<private> team_index: u32;
 fn team_add(value: f32) -> f32 {
   var sum = value;

@@ -1,4 +1,4 @@
-// A team of several whole subgroups: subgroup operations, then workgroup memory. Every lane gets the result.   Options: SUBGROUP.
+// A team of several whole subgroups: subgroup operations, then workgroup memory. Every lane gets the result.   Options: LANES, WORKGROUP, SUBGROUP.
 // Workgroup memory: 16 * WORKGROUP / SUBGROUP.
 var<private> team_index: u32;
 var<workgroup> team_values: array<vec4<f32>, WORKGROUP / SUBGROUP>;

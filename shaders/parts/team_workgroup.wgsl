@@ -1,4 +1,5 @@
 // A team of any power of two up to the workgroup, through workgroup memory: right whatever the subgroup size. Every lane gets the result.
+// Options: LANES, WORKGROUP, SUBGROUP (for team_subgroups).
 // Workgroup memory: 16 * WORKGROUP.
 var<private> team_index: u32;
 var<workgroup> team_values: array<vec4<f32>, WORKGROUP>;

@@ -1,6 +1,6 @@
 // Operands of xgemm_batched.wgsl by way of workgroup memory (SA = SB = 1), KSTEP rows of A and B at a time.
 // MDIMA invocations bring a row of A's tile and NDIMB one of B's; the others bring the next rows.
-// Workgroup memory: 4 * KSTEP * (MWG + NWG).   Holes: a and b, the types of vectors of A_WIDTH and B_WIDTH.
+// Workgroup memory: 4 * KSTEP * (MWG + NWG).   Options: MDIMA, NDIMB.   Holes: a and b, the types of vectors of A_WIDTH and B_WIDTH.
 alias AVector = $a;
 alias BVector = $b;
 var<storage, read> matrix_a: array<AVector>;     // (planes, k, m) f32

@@ -1,1 +1,2 @@
+// No mask.
 fn mask_at(b: u32, h: u32, i: u32, j: u32) -> f32 { return 0.0; }

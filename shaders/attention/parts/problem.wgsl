@@ -1,5 +1,6 @@
 // The numbers of an attention problem, shared by all its kernels, and which keys a query sees.        reference.visible
-// Strides are in elements. left and right: keys seen before and after a query's own position, OPEN for all.
+// Strides are in elements; left and right: keys seen before and after a query's own position, OPEN for all.
+// Options: HEAD_DIM, VALUE_DIM (0 where a kernel reads no rows), SOFTCAP (for adjust_terms); parts: lengths_*.
 
 struct Params {
   batch: u32, heads: u32, kv_heads: u32, queries: u32, keys: u32,

@@ -1,5 +1,5 @@
 // The second product of path "gemm": m are channels, n queries, k keys. Runs over the keys that any query of the tile sees.
-// Holes: b, the type of vectors of B_WIDTH.
+// Parts: problem, matrices.   Holes: b, the type of vectors of B_WIDTH.
 var<storage, read_write> outputs_t: array<$b>;   // (planes, channels, rows) f32
 
 const EMPTY_TILES = true;                        // queries that see nothing give zeros

@@ -1,5 +1,5 @@
 // The first product of path "gemm": m are queries, n keys, k channels. Scores in log2 units; tiles that no query sees are left out.
-// Part: adjust_*.   Holes: b, the type of vectors of B_WIDTH.
+// Parts: problem, matrices, adjust_*.   Holes: b, the type of vectors of B_WIDTH.
 var<storage, read_write> scores: array<$b>;      // (planes, rows, columns) f32
 
 const EMPTY_TILES = false;

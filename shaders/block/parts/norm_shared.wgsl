@@ -1,6 +1,6 @@
 // RMSNorm in front of the projection of one token, prepared once a workgroup: x * gamma in workgroup memory.        reference.rms_norm
 // For a CPU, where each of a few invocations would otherwise do it again for its own rows.
-// Workgroup memory: 4 * COLUMNS padded to 16, + 4 * WORKGROUP.   Options: COLUMNS.
+// Workgroup memory: 16 * NORM_WIDTH + 4 * WORKGROUP.   Options: COLUMNS.
 const NORM_WIDTH = (COLUMNS + 15u) / 16u * 4u;
 var<storage, read> gamma: array<vec4<f32>>;      // (columns padded to 16) f32
 var<workgroup> norm_x: array<vec4<f32>, NORM_WIDTH>;

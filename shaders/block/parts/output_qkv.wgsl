@@ -1,7 +1,7 @@
 // Rows of Q, K, V one after the other: Q and K are rotated, Q goes to `query`, K and V to their row of the cache.   reference.apply_rope
 // Rows come in fours. Within the rotary part of a head they are the two pairs (2u, 2u + 1): PAIR_DISTANCE 1 keeps pairs (2i, 2i + 1)
 // of neighbouring channels, PAIR_DISTANCE ROTARY / 2 pairs channel i with i + ROTARY / 2; W's rows were put in pair order when packed.
-// ROTARY 0 rotates nothing.
+// ROTARY 0 rotates nothing.   Options: HEADS, KV_HEADS, HEAD_DIM, ROTARY, PAIR_DISTANCE, QUADS; parts: cache_store_*, end_none.
 var<storage, read> rope: array<vec2<f32>>;       // (positions, ROTARY / 2) of (cos, sin) f32
 var<storage, read_write> query: array<vec2<f32>>; // (tokens, y_stride) f32, a row being (HEADS, HEAD_DIM)
 fn output(row: u32, token: u32, results: array<f32, ROWS>) {
