@@ -4,7 +4,7 @@
 // The norm's scale is one number a token, so it is applied after the dot products and costs no pass of its own.
 // Weights are affine in chunks, w = scale * code + offset, so a chunk's dot is scale * (codes . x) + offset * sum(x).
 // Workgroup memory: that of the team part, of norm_shared and of heads_norm.
-// Options: LANES, ROWS (a multiple of 4), QUADS = ROWS / 4, TOKENS, WORKGROUP; parts: step, weights_* or codes_* and scales_*, norm_*, bias_*, team_*, token_*, heads_*, output_*.
+// Options: LANES, ROWS (a multiple of 4), QUADS = ROWS / 4, TOKENS, WORKGROUP; parts: step, weights_* or codes_* and scales_*, norm_*, bias_*, team_*, token_*, heads_*, output_*, end_none or cache_store_*.
 
 struct Params { columns: u32, rows: u32, x_stride: u32, y_stride: u32, first_row: u32, eps: f32 }
 
@@ -76,6 +76,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     results[$r] *= gain * head_weight(row$r);
     //@ end
     if (lane == 0u && token + $tu <= last_token) { output(row, token + $tu, results); }
+    output_end(row - index / LANES * ROWS, token + $tu, index);
   }
   //@ end
 }

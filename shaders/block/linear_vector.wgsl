@@ -5,7 +5,7 @@
 // The norm's scale is one number, applied after the dot products. Sums of subgroups meet in workgroup memory behind one barrier.
 // Workgroup memory: 4 * COLUMNS + 4 * GROUP_ROWS * PARTS + 4 * WORKGROUP / SUBGROUP, and that of heads_norm.
 // Options: COLUMNS (padded to 16), LANES, TEAMS, BATCH, BATCHES, CHUNKS = COLUMNS / 16 / LANES (rounded up), ROWS = 4, PAIRS = 2, QUADS = 1, WORKGROUP, SUBGROUP (1: none);
-// parts: step, weights_* or codes_* and scales_*, products_*, sharers_*, norm_*, bias_*, token_*, heads_*, output_*.
+// parts: step, weights_* or codes_* and scales_*, products_*, sharers_*, norm_*, bias_*, token_*, heads_*, output_*, end_none or cache_store_*.
 
 struct Params { columns: u32, rows: u32, x_stride: u32, y_stride: u32, first_row: u32, eps: f32 }
 
@@ -104,4 +104,5 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   results[$r] *= gain * head_weight(min(row + $ru, params.rows - 1u));
   //@ end
   if (index < HEAD_SLOTS && row < params.rows) { output(row, 0u, results); }
+  output_end(first_row, 0u, index);
 }

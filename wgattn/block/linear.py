@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import CapacityError
-from ..gpu import DeviceProfile, Recording, Store, grid, power_of_two
+from ..gpu import DeviceProfile, Part, Recording, Store, grid, power_of_two
 from .quant import CHUNK, QuantizedTensor, rows_that_fit
 
 
@@ -214,7 +214,7 @@ def _vector_shape(profile: DeviceProfile, rows: int, columns: int, head_dim: int
             shape = replace(shape, teams=shape.teams // 2)
     if shape.workgroup % subgroup or shape.rows % 4 or shape.rows // 4 > shape.workgroup:
         return None
-    return shape if shape.workgroup_bytes <= profile.workgroup_memory else None
+    return shape if shape.workgroup_bytes + 4 * head_dim <= profile.workgroup_memory else None  # cache_store_blocks keeps a head
 
 
 def record_linear(
@@ -233,8 +233,9 @@ def record_linear(
     bias: Any = None,
     token: str = "each",
     head_gamma: Any = None,
-    parts: tuple[str, ...] = (),
+    parts: tuple[str | Part, ...] = (),
     options: Mapping[str, int] | None = None,
+    whole_heads: bool = False,
     arithmetic: str = "exact",
     label: str = "",
 ) -> None:
@@ -247,15 +248,16 @@ def record_linear(
         gamma: weights (padded(columns)) of an RMSNorm of x, with `eps`; None: no norm. bias: (rows) float32.
         token: "each": tokens in, tokens out; "last": one output, from the last token of the step.
         head_gamma: (2, head_dim) float32: weights of QK-norm; `options` then has HEADS, KV_HEADS and HEAD_DIM, and pieces are whole heads.
+        whole_heads: a workgroup computes one head, as with `head_gamma`; the same is asked of options and pieces.
         arithmetic: "exact", or "int8" for a quantised matrix: activations are rounded too.
     """
     device = recording.device
-    head_dim = 0 if head_gamma is None else (options or {})["HEAD_DIM"]
+    head_dim = (options or {})["HEAD_DIM"] if whole_heads or head_gamma is not None else 0
     shape = choose_linear(device.profile, matrix.rows, matrix.columns, tokens, head_dim, arithmetic)
     vector = isinstance(shape, VectorShape)
     norm = "none" if gamma is None else "rms"
     if gamma is not None and arithmetic == "exact" and device.profile.software and tokens == 1:
-        room = device.profile.workgroup_memory - 8 * shape.workgroup  # less what norm_shared and heads_norm keep besides
+        room = device.profile.workgroup_memory - 8 * shape.workgroup - 4 * head_dim  # less what norm_shared, heads_norm, cache_store_blocks keep besides
         norm = "shared" if 4 * padded(matrix.columns) <= room else "rms"
     products = (f"block/parts/products_{arithmetic if arithmetic == 'int8' else 'codes' if matrix.format.quantised else 'floats'}",) if vector else ()
     kernel = device.kernel(
@@ -269,6 +271,7 @@ def record_linear(
         f"block/parts/token_{token}",
         f"block/parts/heads_{'plain' if head_gamma is None else 'norm'}",
         f"block/parts/output_{output}",
+        *(() if output == "qkv" else ("block/parts/end_none",)),
         *parts,
         **({"COLUMNS": matrix.columns if norm == "shared" else 0} | shape.options(device.profile)),
         **matrix.format.options,
