@@ -4,7 +4,7 @@
 // The norm's scale is one number a token, so it is applied after the dot products and costs no pass of its own.
 // Weights are affine in chunks, w = scale * code + offset, so a chunk's dot is scale * (codes . x) + offset * sum(x).
 // Workgroup memory: that of the team part, of norm_shared and of heads_norm.
-// Options: LANES, ROWS (a multiple of 4), QUADS = ROWS / 4, TOKENS, WORKGROUP; parts: step, weights_* or codes_* and scales_*, norm_*, bias_*, team_*, token_*, heads_*, output_*, end_none or cache_store_*.
+// Options: LANES, ROWS (a multiple of 4), QUADS = ROWS / 4, PAIRS = ROWS / 2, TOKENS, WORKGROUP; parts: step, weights_* or codes_* and scales_*, norm_*, bias_*, team_*, token_*, heads_*, output_*, end_none or cache_store_*.
 
 struct Params { columns: u32, rows: u32, x_stride: u32, y_stride: u32, first_row: u32, eps: f32 }
 

@@ -4,7 +4,7 @@
 // quantises for itself: code = round(127 v / max |v|). Codes of W and x meet in dot4I8Packed, four products an instruction.
 // With w = scale * code + offset, a half block's dot is unit * (scale * (codes . codes) + offset * sum of codes), sums exact in i32.
 // Workgroup memory: that of the team part and of heads_norm.
-// Options: LANES, ROWS, TOKENS, WORKGROUP; parts: step, codes_* and scales_*, norm_*, bias_*, team_*, token_*, heads_*, output_*, end_none or cache_store_*.
+// Options: LANES, ROWS, QUADS = ROWS / 4, PAIRS = ROWS / 2, TOKENS, WORKGROUP; parts: step, codes_* and scales_*, norm_*, bias_*, team_*, token_*, heads_*, output_*, end_none or cache_store_*.
 
 struct Params { columns: u32, rows: u32, x_stride: u32, y_stride: u32, first_row: u32, eps: f32 }
 

@@ -4,7 +4,7 @@
 // Workgroup memory: 128 * (TILE_ROWS + TILE_TOKENS) + 4 * WORKGROUP.
 // Options: TILE_ROWS, TILE_TOKENS, QUADS_EACH, TOKENS_EACH, ROWS = 4, QUADS = 1, PAIRS = 2, W_LOADS = 2 * TILE_ROWS / WORKGROUP (rounded up),
 // X_LOADS = 8 * TILE_TOKENS / WORKGROUP, WORKGROUP = TILE_ROWS / (4 * QUADS_EACH) * TILE_TOKENS / TOKENS_EACH, a multiple of TILE_TOKENS;
-// parts: step, weights_* or codes_* and scales_*, norm_*, bias_*, token_*, heads_plain, output_*.
+// parts: step, weights_* or codes_* and scales_*, norm_*, bias_*, token_*, heads_plain, output_*, end_none or cache_store_*.
 
 struct Params { columns: u32, rows: u32, x_stride: u32, y_stride: u32, first_row: u32, eps: f32 }
 

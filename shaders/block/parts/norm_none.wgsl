@@ -1,4 +1,4 @@
-// No norm in front of the projection.
+// No norm in front of the projection.   Options: COLUMNS (0; for norm_shared).
 fn norm_prepare(at: u32, index: u32) {}
 fn norm_input(at: u32, i: u32) -> vec4<f32> { return x[at + i]; }
 fn norm_gain(chunk: u32) -> f32 { return 1.0; }

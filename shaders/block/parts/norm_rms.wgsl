@@ -1,4 +1,5 @@
 // RMSNorm in front of the projection: x * gamma / sqrt(mean(x^2) + eps).        reference.rms_norm
+// Options: COLUMNS (0; for norm_shared).
 var<storage, read> gamma: array<vec4<f32>>;      // (columns padded to 16) f32
 fn norm_prepare(at: u32, index: u32) {}
 fn norm_input(at: u32, i: u32) -> vec4<f32> { return x[at + i]; }
