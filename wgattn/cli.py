@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import __version__
+from .commands import bench as bench_command
 from .commands import selftest as selftest_command
 from .commands import tune as tune_command
 from .errors import ArgumentError, CapacityError, DeviceError, WgattnError
@@ -90,28 +91,31 @@ _natural = _number(int, lambda n: n >= 0, "a whole number from 0 on")
 
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", action="store_true", help="print one JSON object instead")
     common.add_argument("--adapter", metavar="NAME", help="use the adapter whose name contains this (default: WGATTN_ADAPTER, else the best)")
     common.add_argument("--backend", choices=list(_BACKENDS), help="WebGPU implementation (default: WGATTN_BACKEND, else wgpu)")
     common.add_argument("--checked", action="store_true", help="compile shaders with every check of the compiler: slower, for hunting errors")
+
+    as_json = argparse.ArgumentParser(add_help=False)
+    as_json.add_argument("--json", action="store_true", help="print one JSON object instead")
 
     about = "Transformer attention on any GPU, through WebGPU."
     parser = _Parser(prog="wgattn", description=about, epilog="example: wgattn info", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"wgattn {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], summary: str, description: str) -> argparse.ArgumentParser:
+    def command(name: str, run: Callable[[argparse.Namespace], int], summary: str, description: str, *more: argparse.ArgumentParser) -> argparse.ArgumentParser:
         raw = argparse.RawDescriptionHelpFormatter
-        made = commands.add_parser(name, parents=[common], help=summary, description=description, formatter_class=raw, allow_abbrev=False)
+        made = commands.add_parser(name, parents=[*more, common], help=summary, description=description, formatter_class=raw, allow_abbrev=False)
         made.set_defaults(run=run, usage_error=made.error)
         return made
 
-    command("info", info, "show adapters, features, the measured profile and versions", _INFO_HELP)
-    _add_generate_options(command("generate", generate, "continue a text with a language model", _GENERATE_HELP))
-    command("tune", tune, "find the fastest tiles for this device", _TUNE_HELP).add_argument("--again", action="store_true", help="time what is known too")
-    tested = command("selftest", selftest, "compare every kernel with the reference on this device", _SELFTEST_HELP)
+    command("info", info, "show adapters, features, the measured profile and versions", _INFO_HELP, as_json)
+    _add_generate_options(command("generate", generate, "continue a text with a language model", _GENERATE_HELP, as_json))
+    command("tune", tune, "find the fastest tiles for this device", _TUNE_HELP, as_json).add_argument("--again", action="store_true", help="time what is known too")
+    tested = command("selftest", selftest, "compare every kernel with the reference on this device", _SELFTEST_HELP, as_json)
     tested.add_argument("--seed", type=_natural, metavar="N", help="the same random numbers again (default: others each time; printed)")
     tested.add_argument("--only", metavar="TEXT", help="only the lines whose name contains this")
+    bench_command.add_options(command("bench", bench_command.run, "measure this device, live", bench_command.HELP))
     return parser
 
 
