@@ -111,7 +111,8 @@ def _parser() -> argparse.ArgumentParser:
 
     command("info", info, "show adapters, features, the measured profile and versions", _INFO_HELP, as_json)
     _add_generate_options(command("generate", generate, "continue a text with a language model", _GENERATE_HELP, as_json))
-    command("tune", tune, "find the fastest tiles for this device", _TUNE_HELP, as_json).add_argument("--again", action="store_true", help="time what is known too")
+    tuned = command("tune", tune, "find the fastest tiles for this device", _TUNE_HELP, as_json)
+    tuned.add_argument("--again", action="store_true", help="time what is known too")
     tested = command("selftest", selftest, "compare every kernel with the reference on this device", _SELFTEST_HELP, as_json)
     tested.add_argument("--seed", type=_natural, metavar="N", help="the same random numbers again (default: others each time; printed)")
     tested.add_argument("--only", metavar="TEXT", help="only the lines whose name contains this")
