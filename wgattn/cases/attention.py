@@ -188,7 +188,7 @@ FUNCTION = Family(
         "dtype": tuple(_DTYPES),
         "kv_dtype": tuple(_DTYPES),
         "dims": ((64, 64), (64, 6), (37, 32), (5, 5)),
-        "sizes": ((1, 300), (5, 37), (33, 70)),
+        "sizes": ((1, 300), (5, 37), (33, 70), (2, 1500)),
         "heads": ((6, 2), (2, 2)),
         "mask": MASKS,
         "softcap": (0.0, 5.0),
@@ -201,7 +201,7 @@ FUNCTION = Family(
     },
     _function,
     rows=("path", "dtype"),
-    numbers=("sight", "layout", "heads"),
+    numbers=("sight", "layout", "heads", "sizes"),
 )
 CACHED = Family(
     "KV cache",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,11 @@ def _rope(device: Device, rng: np.random.Generator, *, dtype: str, dims: tuple[i
 # ---- the halves of a layer
 
 
-def _mlp(device: Device, rng: np.random.Generator, *, weights: str, tokens: str, mixed: bool, bias: bool, layer: str) -> Iterator[Result]:
+def _mlp(
+    device: Device, rng: np.random.Generator, *, weights: str, tokens: str, mixed: bool, bias: bool, fused: bool = True
+) -> Iterator[Result]:
     """`mixed`: gate and up are of different kinds, so that two dispatches compute them."""
-    yield from _mlp_of(device, rng, weights, int(tokens.split()[0]), 2 * _width(_parted(weights)[0]), mixed=mixed, bias=bias, fused=layer == "fused")
+    yield from _mlp_of(device, rng, weights, int(tokens.split()[0]), 2 * _width(_parted(weights)[0]), mixed=mixed, bias=bias, fused=fused)
 
 
 def _large_mlp(device: Device, rng: np.random.Generator, *, weights: str) -> Iterator[Result]:
@@ -238,20 +241,16 @@ def _model(device: Device, rng: np.random.Generator, *, arch: str, weights: str,
     yield Result("best logit less that of the token chosen", np.zeros(len(tokens)), lambda: expected()[len(prompt) - 1 :].max(1) - chosen(), error)
 
 
-_LAYERS = ("fused", "unfused")
 NORM = Family("rms_norm", {"dtype": tuple(_DTYPES), "weight": tuple(_DTYPES), "width": (64, 37, 1000)}, _norm)
 ROPE = Family("apply_rope", {"dtype": tuple(_DTYPES), "dims": ((64, 64), (64, 16), (37, 10)), "interleaved": (False, True)}, _rope)
-MLP = Family(
-    "MLP",
-    {"weights": WEIGHTS, "tokens": ("1 token", "20 tokens"), "mixed": (False, True), "bias": (False, True), "layer": _LAYERS},
-    _mlp,
-    rows=("weights", "tokens"),
-)
+_MLP_AXES = {"weights": WEIGHTS, "tokens": ("1 token", "20 tokens"), "mixed": (False, True), "bias": (False, True)}
+MLP = Family("MLP", _MLP_AXES, _mlp, rows=("weights", "tokens"))
+UNFUSED_MLP = Family("MLP unfused", _MLP_AXES, partial(_mlp, fused=False))
 LARGE_MLP = Family("large MLP", {"weights": WEIGHTS}, _large_mlp)
 ATTENTION = Family(
     "attention half",
     {
-        "layer": _LAYERS,
+        "layer": ("fused", "unfused"),
         "weights": WEIGHTS,
         "kv_dtype": tuple(KV_DTYPES),
         "rope": tuple(_ROPES),
@@ -263,6 +262,7 @@ ATTENTION = Family(
     },
     _attention,
     rows=("layer",),
+    numbers=("rope", "prompt"),
 )
 MODEL = Family("model", {"arch": tuple(ARCHITECTURES), "weights": tuple(FORMATS), "kv_dtype": tuple(KV_DTYPES), "tied": (True, False)}, _model)
-FAMILIES = (NORM, ROPE, MLP, LARGE_MLP, ATTENTION, MODEL)
+FAMILIES = (NORM, ROPE, MLP, UNFUSED_MLP, LARGE_MLP, ATTENTION, MODEL)

@@ -39,7 +39,7 @@ class Family:
     """Cases of one kind.
 
     Cases that differ in one of `rows` are reported in lines of their own. `run(device, rng, **choice)` raises Unsupported or CapacityError for
-    what the device cannot run, before any work. `numbers` are axes that reach kernels as numbers in a buffer, so that no text depends on them.
+    what the device cannot run, before any work. `numbers` are axes that reach kernels as numbers only, and choose no parts of their text.
     """
 
     name: str
@@ -55,9 +55,10 @@ class Family:
         return [row | choice for row in rows for choice in cover(others, strength)]
 
     def texts(self) -> Iterator[Choice]:
-        """All combinations of the axes that kernel text can depend on."""
-        fixed = {name: values[:1] if name in self.numbers else values for name, values in self.axes.items()}
-        return (dict(zip(fixed, values, strict=True)) for values in itertools.product(*fixed.values()))
+        """All combinations of the axes that choose parts of a kernel's text; the numbers take turns."""
+        parts = {name: values for name, values in self.axes.items() if name not in self.numbers}
+        for i, values in enumerate(itertools.product(*parts.values())):
+            yield dict(zip(parts, values, strict=True)) | {name: self.axes[name][i % len(self.axes[name])] for name in self.numbers}
 
     def row(self, choice: Choice) -> str:
         """The name of a choice's line."""

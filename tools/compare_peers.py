@@ -1,0 +1,267 @@
+"""wgattn and other libraries on the same problems, on one machine, one after the other: times, ratios, and whether what they computed is right.
+
+    python tools/compare_peers.py                                              # whichever peers this environment has
+    python tools/compare_peers.py --python llama.cpp=peer/bin/python           # a peer in an environment of its own
+    python tools/compare_peers.py --only attention --heads 32 --kv-heads 8 --dim 128 --length 2048 --json FILE
+
+Every peer runs in a process of its own, because they do not get on with one another inside one. A peer that is not installed is a row that says how to
+install it, and one that fails a row with its error. Only ratios count: absolute times mean little on a shared machine. Inputs stay on the device, and
+a time is that of a whole call with the wait for its result, the median of some repeats. The reference for what is right is float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import wgattn
+from wgattn import reference
+from wgattn.attention.paths import PATHS
+from wgattn.errors import ModelNotFound
+from wgattn.llm.gguf import ModelFile, find_model
+from wgattn.llm.llama import LlamaConfig
+
+HERE = Path(__file__).parent / "peers"
+sys.path.insert(0, str(HERE))
+import attention as attention_peers  # noqa: E402
+import model as model_peers  # noqa: E402
+
+CYLLAMA = "cyllama-vulkan==0.2.18" if sys.version_info < (3, 12) else "cyllama-vulkan==0.7.0"
+INSTALL = {
+    "torch": "pip install torch",
+    "tinygrad": "pip install tinygrad==0.14 dawn-python==0.3.0",
+    "computeml": "pip install computeml==0.4.4",
+    "aule": "pip install aule-attention==0.5.0",
+    "llama.cpp": f"pip install --no-deps {CYLLAMA}",
+}
+OURS = "wgattn"
+_RIGHT = 1e-3
+"""Largest error of attention, for values around 1, that counts as right; half precision inside is within it."""
+_CLOSE = 0.05
+"""Largest difference of logits between the best token and the one chosen that still counts as right: they are nearly equal."""
+
+
+@dataclass
+class Outcome:
+    """What one peer did with one problem: numbers, or why there are none."""
+
+    numbers: dict[str, float] = field(default_factory=dict)
+    """"seconds" of a call, or rates; larger is better for names that end in tok_s."""
+    error: float | None = None
+    """Largest difference from the reference."""
+    right: bool | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+    missing: str | None = None
+    cannot: str | None = None
+    failed: str | None = None
+
+    @property
+    def excuse(self) -> str:
+        return self.cannot or self.failed or ""
+
+
+def ask(kind: str, peer: str, problem: dict, python: str, timeout: float) -> tuple[dict, np.ndarray | None]:
+    """Run a peer in a child: (answer, what it computed)."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "problem.json").write_text(json.dumps(problem))
+        command = [python, str(HERE / f"{kind}.py"), peer, str(folder / "problem.json"), str(folder)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout, stdin=subprocess.DEVNULL, cwd=name)
+        except subprocess.TimeoutExpired:
+            return {"error": f"took longer than {timeout:g} s (--timeout)"}, None
+        except OSError as error:
+            return {"error": f"{python}: {error}"}, None
+        answer, result = folder / "answer.json", folder / "result.npy"
+        if not answer.exists():
+            last = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
+            return {"error": f"ended with code {done.returncode}: {last}"}, None
+        return json.loads(answer.read_text()), np.load(result) if result.exists() else None
+
+
+def outcome_of(answer: dict, wrongness: Any) -> Outcome:
+    """`wrongness(result)`: (error, whether that is right)."""
+    if "missing" in answer:
+        return Outcome(missing=answer["missing"])
+    if "cannot" in answer:
+        return Outcome(cannot=answer["cannot"])
+    if "error" in answer:
+        return Outcome(failed=answer["error"])
+    numbers = {name: value for name, value in answer.items() if name.endswith("tok_s")}
+    if "seconds" in answer:
+        numbers["seconds"] = statistics.median(answer["seconds"])
+    error, right = wrongness()
+    return Outcome(numbers, error, right, {name: answer[name] for name in ("device", "driver", "version", "dispatches_per_token") if name in answer})
+
+
+# ---- attention
+
+
+def attention_problems(args: argparse.Namespace) -> dict[str, dict]:
+    """By the name of their column."""
+    base = {"heads": args.heads, "kv_heads": args.heads, "queries": args.length, "keys": args.length, "dim": args.dim, "causal": False}
+    base |= {"repeat": args.repeat, "seed": args.seed}
+    found = {"full": base, "causal": base | {"causal": True}}
+    if args.kv_heads != args.heads:
+        found["causal, GQA"] = base | {"causal": True, "kv_heads": args.kv_heads}
+    found[f"one query, {4 * args.length} keys"] = base | {"queries": 1, "keys": 4 * args.length}
+    return found
+
+
+def compare_attention(args: argparse.Namespace) -> Iterator[tuple[str, str, Outcome]]:
+    """(peer, problem, outcome)."""
+    ours = [OURS, *(f"{OURS} {path}" for path in PATHS if args.paths)]
+    problems = attention_problems(args)
+    expected = {name: reference.attention(*attention_peers.inputs(p), is_causal=p["causal"])[0] for name, p in problems.items()}
+    for peer in (*ours, *(p for p in attention_peers.PEERS if p != OURS)):
+        for name, problem in problems.items():
+            answer, result = ask("attention", peer, problem, args.pythons.get(peer.split()[0], sys.executable), args.timeout)
+
+            def wrongness(result: np.ndarray | None = result, name: str = name) -> tuple[float, bool]:
+                error = float(np.abs(result - expected[name]).max()) if result.shape == expected[name].shape else np.inf
+                return error, error <= _RIGHT
+
+            yield peer, name, outcome_of(answer, wrongness)
+
+
+# ---- models
+
+
+def model_problem(args: argparse.Namespace) -> tuple[dict, ModelFile]:
+    file = ModelFile(find_model(args.model))
+    config = LlamaConfig.from_file(file)
+    check = np.random.default_rng(args.seed).integers(0, config.vocab_size, 12).tolist()
+    sizes = {"prompt": args.prompt, "decode": args.decode, "depth": args.depth, "repeat": args.repeat, "seed": args.seed}
+    return {"model": str(file.path.resolve()), "vocab": config.vocab_size, "check": check, "check_tokens": 8, **sizes}, file
+
+
+def compare_models(args: argparse.Namespace) -> Iterator[tuple[str, str, Outcome]]:
+    """(peer, problem, outcome)."""
+    problem, file = model_problem(args)
+    name = f"{file.path.name}, prompt of {args.prompt}, decode at depth {args.depth}"
+    weights: dict[str, np.ndarray] = {}
+    for peer in model_peers.PEERS:
+        answer, result = ask("model", peer, problem, args.pythons.get(peer, sys.executable), args.timeout)
+
+        def wrongness(result: np.ndarray | None = result) -> tuple[float, bool]:
+            """How much less likely than the best, by the logits of the reference, a chosen token is at worst."""
+            chosen = result.tolist()
+            weights.update(weights or dequantised(file))
+            logits = reference.llama(weights, problem["check"] + chosen[:-1], LlamaConfig.from_file(file))[-len(chosen) :]
+            gap = float((logits.max(1) - logits[np.arange(len(chosen)), chosen]).max())
+            return gap, gap <= _CLOSE
+
+        yield peer, name, outcome_of(answer, wrongness)
+
+
+def dequantised(file: ModelFile) -> dict[str, np.ndarray]:
+    """All weights in float32."""
+    found = {}
+    for name, t in file.tensors.items():
+        matrix = len(t.shape) == 2
+        found[name] = wgattn.QuantizedTensor(t.data, t.shape, t.kind).dequantize() if matrix else t.data.view({"F32": np.float32, "F16": np.float16}[t.kind])
+    return found
+
+
+# ---- what is shown
+
+
+def row(peer: str, outcomes: dict[str, Outcome], names: Sequence[str], ours: dict[str, Outcome]) -> list[str]:
+    """The cells of a peer."""
+    first = next(iter(outcomes.values()))
+    if all(o.missing for o in outcomes.values()):
+        return [peer, f"not installed: {INSTALL.get(peer, first.missing)}"]
+    return [peer, *(cell(outcomes[name], ours.get(name)) for name in names)]
+
+
+def cell(outcome: Outcome, ours: Outcome | None) -> str:
+    if not outcome.numbers:
+        return outcome.excuse or f"not installed: {outcome.missing}"
+    parts = []
+    for what, value in outcome.numbers.items():
+        text = f"{value * 1e3:.4g} ms" if what == "seconds" else f"{what.removesuffix('_tok_s').replace('_', ' ')} {value:.4g} tok/s"
+        mine = ours.numbers.get(what) if ours else None
+        if mine and ours is not outcome:
+            text += f", {value / mine if what == 'seconds' else mine / value:.2f}x"
+        parts.append(text)
+    verdict = f"error {outcome.error:.1e}" if outcome.right else f"WRONG: error {outcome.error:.2g}"
+    return "\n".join([*parts, verdict])
+
+
+def show(console: Console, title: str, found: dict[str, dict[str, Outcome]]) -> None:
+    """A table: peers down, problems across. The factor behind a number says how many times as fast wgattn was."""
+    names = list(next(iter(found.values())))
+    table = Table("", *names, title=title, title_justify="left", show_lines=True)
+    for peer, outcomes in found.items():
+        table.add_row(*row(peer, outcomes, names, found.get(OURS, {})))
+    console.print(table)
+    for peer, outcomes in found.items():
+        about = next((o.about for o in outcomes.values() if o.about), None)
+        if about:
+            console.print(f"{peer}: {about['version']} on {about['device']}", soft_wrap=True)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--only", choices=["attention", "model"], help="one kind of problem (default: both)")
+    add("--python", action="append", default=[], metavar="PEER=PATH", help="the interpreter in whose environment a peer is installed; again for others")
+    add("--json", type=Path, metavar="FILE", help="also write all numbers there")
+    add("--timeout", type=float, default=600, help="seconds that a peer may take for a problem (default 600)")
+    add("--paths", action="store_true", help="also each of wgattn's ways to compute attention")
+    for name, default in (("heads", 8), ("kv-heads", 2), ("length", 512), ("dim", 64), ("repeat", 5), ("seed", 0)):
+        add(f"--{name}", type=int, default=default, help=f"default {default}")
+    add("--model", default="smollm2", metavar="FILE", help="a GGUF file, or smollm2 for the demo model (default)")
+    for name, default in (("prompt", 128), ("decode", 16), ("depth", 0)):
+        add(f"--{name}", type=int, default=default, help=f"tokens (default {default})")
+    args = parser.parse_args(argv)
+    known = {*attention_peers.PEERS, *model_peers.PEERS}
+    args.pythons = {}
+    for word in args.python:
+        peer, _, path = word.partition("=")
+        if peer not in known or not path:
+            parser.error(f"--python {word}: PEER=PATH is wanted, with one of {', '.join(sorted(known))}")
+        args.pythons[peer] = os.path.abspath(path)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args, console = parse(argv), Console()
+    if not console.is_terminal:
+        console.width = max(160, console.width)
+    kinds = {"attention": compare_attention, "model": compare_models}
+    report: dict[str, Any] = {"date": datetime.date.today().isoformat(), "wgattn_version": wgattn.__version__, "machine": platform.platform()}
+    report["options"] = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in ("json", "python", "pythons")}
+    for kind in [args.only] if args.only else kinds:
+        found: dict[str, dict[str, Outcome]] = {}
+        try:
+            for peer, problem, outcome in kinds[kind](args):
+                found.setdefault(peer, {})[problem] = outcome
+        except ModelNotFound as error:
+            console.print(f"{kind}: {error}", soft_wrap=True)
+            continue
+        title = f"Attention (1, {args.heads}, {args.length}, {args.dim}) float32" if kind == "attention" else "Models, tokens a second"
+        show(console, f"{title}; x: times as fast as the peer wgattn was", found)
+        report[kind] = {peer: {name: asdict(o) for name, o in outcomes.items()} for peer, outcomes in found.items()}
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
