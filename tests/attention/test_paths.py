@@ -14,6 +14,7 @@ from wgattn.attention import gemm, matrices, unfused
 from wgattn.attention.matrices import Matrices, rounds
 from wgattn.attention.paths import PATHS
 from wgattn.attention.problem import OPEN, Operands, Problem, Rows, packs_output
+from wgattn.attention.tune import flash_candidates
 from wgattn.gpu import Device, Recording, StepState
 
 pytestmark = pytest.mark.conformance
@@ -457,6 +458,16 @@ def test_default_shapes_follow_the_sizes(devices):
     assert gemm.aligned(33) == 64
     assert gemm.aligned(65) == 128
     assert gemm.aligned(513) == 640
+
+
+def test_a_cpu_with_short_vectors_gets_short_kernels(devices):
+    """SwiftShader compiles 8 rows by 4 keys for minutes."""
+    for D in (4, 16, 64, 80, 128, 256):
+        for S in (1, 16, 100, 1000):
+            for subgroup in (0, 4, 8, 16):
+                profile = replace(devices["software"].profile, subgroup_size=subgroup)
+                for shape in flash_candidates(profile, problem_of(Case(S, 100, D))):
+                    assert shape.rows * shape.keys <= (64 if subgroup > 4 else 16), (D, S, subgroup, shape)
 
 
 def test_unfused_computes_no_more_rows_than_there_are(device: Device):

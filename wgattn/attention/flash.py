@@ -24,6 +24,8 @@ def choose_flash(profile: DeviceProfile, problem: Problem) -> FlashShape:
     """The shape for a problem on a device; pure."""
     if profile.software:
         keys, most = (8, 8) if problem.value_width <= 16 else (4, 4) if problem.value_width <= 32 else (4, 2)  # more text takes seconds to compile
+        if profile.subgroup_size <= 4:  # vectors of 4 lanes: few registers, and SwiftShader compiles 8 rows by 4 keys for minutes
+            keys, most = 4, min(most, 4)
         rows = power_of_two(min(most, problem.queries * problem.ratio // 16))  # and not fewer lanes than a CPU has
         return FlashShape(1, rows, keys, 8)
     widest = max(4, min(profile.subgroup_size or 16, 32))
