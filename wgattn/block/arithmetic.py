@@ -1,4 +1,4 @@
-"""Which arithmetic a quantised projection uses: exact (dequantise, f32) or int8 (activations rounded to int8 too), measured where asked for."""
+"""Which arithmetic a projection uses: exact (dequantise, f32), int8 (activations rounded to int8 too), half (both rounded to f16, on matrix units)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..gpu import Device, Recording, StepState
-from .linear import Matrix, padded, record_linear
+from .linear import Matrix, half_fits, padded, record_linear
 
-ARITHMETICS = ("exact", "int8", "auto")
+ARITHMETICS = ("exact", "int8", "half", "auto")
 _measured: dict[tuple, str] = {}
-"""The quicker of the two, by device, kind, shape and whether there is one token or many; for the life of the process."""
+"""The quickest, by device, kind, shape and tokens; for the life of the process."""
 
 
 def checked(arithmetic: str) -> str:
@@ -24,15 +24,20 @@ def checked(arithmetic: str) -> str:
 
 
 def resolve(device: Device, matrix: Matrix, tokens: int, arithmetic: str) -> str:
-    """ "exact" or "int8" for a projection of up to `tokens` tokens. Matrices of floats are always exact."""
+    """ "exact", "int8" or "half" for a projection of up to `tokens` tokens.
+
+    Where there are no matrix units, or few tokens, "half" is exact; for matrices of floats "int8" is.
+    """
     checked(arithmetic)
-    if not matrix.format.quantised:
-        return "exact"
+    possible = ["exact"] + ["int8"] * matrix.format.quantised + ["half"] * half_fits(device.profile, tokens)
     if arithmetic != "auto":
-        return arithmetic
-    key = (device, matrix.format.name, matrix.rows, matrix.columns, tokens > 1)
+        return arithmetic if arithmetic in possible else "exact"
+    if len(possible) == 1:
+        return "exact"
+    timed = min(tokens, 64 if device.profile.software else 512)
+    key = (device, matrix.format.name, matrix.rows, matrix.columns, timed)
     if key not in _measured:
-        seconds = {name: measure(device, matrix, min(tokens, 64), name) for name in ("exact", "int8")}
+        seconds = {name: measure(device, matrix, timed, name) for name in possible}
         _measured[key] = min(seconds, key=seconds.__getitem__)
     return _measured[key]
 

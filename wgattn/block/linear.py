@@ -146,6 +146,54 @@ class VectorShape:
         return (*grid(-(-rows // self.rows), limit), 1)
 
 
+@dataclass(frozen=True)
+class MatrixShape:
+    """How `block/linear_matrix.wgsl` divides its work: tiles of `tokens` x `rows`, of which a subgroup computes `sub_tokens` x `sub_rows`."""
+
+    tokens: int
+    rows: int
+    sub_tokens: int
+    sub_rows: int
+    step: int
+    """Columns of a tile."""
+    subgroup: int
+    main: ClassVar[str] = "block/linear_matrix"
+
+    @property
+    def workgroup(self) -> int:
+        return self.tokens // self.sub_tokens * (self.rows // self.sub_rows) * self.subgroup
+
+    @property
+    def workgroup_bytes(self) -> int:
+        return max(2 * (self.step + 8) * (self.tokens + self.rows), 64 * self.sub_rows * self.workgroup // self.subgroup)
+
+    def fits(self, profile: DeviceProfile) -> bool:
+        """Within the device's limits, and each invocation has whole loads to do."""
+        loads = self.rows * self.step // 16 % self.workgroup == 0 and self.tokens * self.step // 8 % self.workgroup == 0
+        return loads and self.workgroup_bytes <= profile.workgroup_memory and self.workgroup <= profile.max_invocations
+
+    def parts(self, profile: DeviceProfile) -> tuple[str, ...]:
+        return ()
+
+    def options(self, profile: DeviceProfile) -> dict[str, int]:
+        tile = {"TILE_TOKENS": self.tokens, "TILE_ROWS": self.rows, "SUB_TOKENS": self.sub_tokens, "SUB_ROWS": self.sub_rows}
+        matrices = {"TOKEN_MATRICES": self.sub_tokens // 16, "ROW_MATRICES": self.sub_rows // 16}
+        chunks = self.step // CHUNK
+        loads = {"W_LOADS": chunks * self.rows // self.workgroup, "X_LOADS": 2 * chunks * self.tokens // self.workgroup}
+        loads |= {"STEP": self.step, "STEP_CHUNKS": chunks}
+        group = {"WORKGROUP": self.workgroup, "SUBGROUP": self.subgroup, "MEMORY": self.workgroup_bytes}
+        return {**tile, **matrices, **loads, **group, "ROWS": 4, "PAIRS": 2, "QUADS": 1}
+
+    def groups(self, rows: int, tokens: int, limit: int) -> tuple[int, int, int]:
+        return (*grid(-(-rows // self.rows), limit), -(-tokens // self.tokens))
+
+
+def half_fits(profile: DeviceProfile, tokens: int) -> bool:
+    """Whether projections of so many tokens can run on matrix units."""
+    has_units = ("f16", "f32", 16, 16, 16) in profile.matrix_units and profile.subgroup_size > 0 and profile.f16
+    return tokens >= 16 and has_units and bool(_matrix_tiles(profile))
+
+
 _TILES = (TileShape(128, 64, 8, 8), TileShape(64, 64, 4, 8), TileShape(64, 32, 4, 8))
 """Tiles for many tokens, the one that needs the fewest loads first."""
 _GPU_TILES = 264
@@ -154,7 +202,7 @@ _GPU_TILES = 264
 
 def choose_linear(
     profile: DeviceProfile, rows: int, columns: int, tokens: int, head_dim: int = 0, arithmetic: str = "exact"
-) -> LinearShape | TileShape | VectorShape:
+) -> LinearShape | TileShape | VectorShape | MatrixShape:
     """The shape for a problem on a device; pure. `tokens` is the number a replay computes at most.
 
     A CPU pays for loads per lane and for barriers: one invocation for several rows. A GPU wants many lanes a row, loads in flight, and x in
@@ -162,6 +210,8 @@ def choose_linear(
     """
     if tokens == 1 and not profile.software and (vector := _vector_shape(profile, rows, padded(columns), head_dim, arithmetic)):
         return vector
+    if arithmetic == "half":
+        return _matrix_shape(profile, rows, tokens)
     span = CHUNK if arithmetic == "exact" else 2 * CHUNK  # columns that a lane takes at a time
     if head_dim:
         free = _linear_shape(profile, rows, -(-columns // span), tokens)
@@ -187,6 +237,22 @@ def _linear_shape(profile: DeviceProfile, rows: int, chunks: int, tokens: int) -
     most = 8 if tokens > 1 else 256 if profile.subgroup_size else 16  # adding up without subgroups takes two barriers a doubling
     lanes = min(most, power_of_two(2 * chunks - 1), max(8, power_of_two(_GPU_LANES // teams)), power_of_two(profile.max_invocations))
     return LinearShape(lanes, 4, 1 if tokens == 1 else 4, max(lanes, min(64 if lanes <= 32 else 128, profile.max_invocations)))
+
+
+_MATRIX_TILES = ((128, 128, 64, 64, 32), (64, 64, 32, 32, 64), (64, 64, 32, 32, 32))
+"""Tokens, rows, those of a subgroup, and columns of tiles on matrix units: the largest first, which need the fewest loads."""
+
+
+def _matrix_tiles(profile: DeviceProfile) -> list[MatrixShape]:
+    tiles = [MatrixShape(*sizes, profile.subgroup_size) for sizes in _MATRIX_TILES]
+    return [t for t in tiles if t.fits(profile)]
+
+
+def _matrix_shape(profile: DeviceProfile, rows: int, tokens: int) -> MatrixShape:
+    """The shape for many tokens on matrix units: the largest tiles that keep the device busy."""
+    fit = _matrix_tiles(profile)
+    enough = [t for t in fit if -(-rows // t.rows) * -(-tokens // t.tokens) >= _GPU_WORKGROUPS // 2]
+    return (enough or fit[-1:])[0]
 
 
 _GPU_WORKGROUPS = 264
@@ -249,12 +315,14 @@ def record_linear(
         token: "each": tokens in, tokens out; "last": one output, from the last token of the step.
         head_gamma: (2, head_dim) float32: weights of QK-norm; `options` then has HEADS, KV_HEADS and HEAD_DIM, and pieces are whole heads.
         whole_heads: a workgroup computes one head, as with `head_gamma`; the same is asked of options and pieces.
-        arithmetic: "exact", or "int8" for a quantised matrix: activations are rounded too.
+        arithmetic: "exact"; "int8" for a quantised matrix: activations are rounded too; "half" where `half_fits`: both become f16, in one more dispatch.
     """
     device = recording.device
     head_dim = (options or {})["HEAD_DIM"] if whole_heads or head_gamma is not None else 0
+    if head_dim and arithmetic == "half":
+        arithmetic = "exact"  # its tiles are not whole heads
     shape = choose_linear(device.profile, matrix.rows, matrix.columns, tokens, head_dim, arithmetic)
-    vector = isinstance(shape, VectorShape)
+    vector, half = isinstance(shape, VectorShape), isinstance(shape, MatrixShape)
     norm = "none" if gamma is None else "rms"
     if gamma is not None and arithmetic == "exact" and device.profile.software and tokens == 1:
         room = device.profile.workgroup_memory - 8 * shape.workgroup - 4 * head_dim  # less what norm_shared, heads_norm, cache_store_blocks keep besides
@@ -265,10 +333,10 @@ def record_linear(
         "step",
         *matrix.format.parts,
         *products,
-        f"block/parts/norm_{norm}",
+        f"block/parts/{matrix.format.halves}" if half else f"block/parts/norm_{norm}",
         f"block/parts/bias_{'none' if bias is None else 'add'}",
         *shape.parts(device.profile),
-        f"block/parts/token_{token}",
+        *(() if half else (f"block/parts/token_{token}",)),
         f"block/parts/heads_{'plain' if head_gamma is None else 'norm'}",
         f"block/parts/output_{output}",
         *(() if output == "qkv" else ("block/parts/end_none",)),
@@ -277,10 +345,11 @@ def record_linear(
         **matrix.format.options,
         **(options or {}),
     )
+    given = {"step": step, "x": x} if gamma is None or half else {"step": step, "x": x, "gamma": gamma}
+    if half:
+        given |= _record_half(recording, step, x, tokens, matrix.columns, gamma, eps, token, label)
     for piece in matrix:
-        buffers = {"step": step, "x": x, **piece.planes, **outputs}
-        if gamma is not None:
-            buffers["gamma"] = gamma
+        buffers = {**given, **piece.planes, **outputs}
         if bias is not None:
             buffers["bias"] = bias
         if head_gamma is not None:
@@ -288,12 +357,37 @@ def record_linear(
         params = {
             "columns": matrix.columns,
             "rows": piece.rows,
-            "x_stride": padded(matrix.columns),
+            "x_stride": -(-matrix.columns // 64) * 64 if half else padded(matrix.columns),
             "y_stride": y_stride,
             "first_row": first_row + piece.first_row,
             "eps": eps,
         }
         recording.add(kernel, shape.groups(piece.rows, tokens, device.profile.max_workgroups), buffers, params, label)
+
+
+def _record_half(
+    recording: Recording, step: Any, x: Any, tokens: int, columns: int, gamma: Any, eps: float, token: str, label: str
+) -> dict[str, Any]:
+    """Append the dispatch that norms x and rounds it to f16; returns the buffers that it leaves."""
+    device = recording.device
+    stride = -(-columns // 64) * 64
+    rounded, scale = recording.scratch("x as f16", (tokens, stride // 2), np.uint32), recording.scratch("scale of x", (tokens,))
+    lanes = min(256, power_of_two(device.profile.max_invocations), power_of_two(-(-columns // 8)))
+    norm = "none" if gamma is None else "rms"
+    kernel = device.kernel(
+        "block/half",
+        "step",
+        f"block/parts/norm_{norm}",
+        f"block/parts/token_{token}",
+        device.profile.team_part(lanes),
+        LANES=lanes,
+        WORKGROUP=lanes,
+        SUBGROUP=device.profile.subgroup_size,
+    )
+    params = {"columns": columns, "x_stride": padded(columns), "half_stride": stride, "eps": eps}
+    buffers = {"step": step, "x": x, "half": rounded, "scale": scale} | ({} if gamma is None else {"gamma": gamma})
+    recording.add(kernel, grid(tokens, device.profile.max_workgroups)[:1], buffers, params, f"{label}: f16" if label else "f16")
+    return {"x": rounded, "x_scale": scale}
 
 
 def pad_vector(vector: np.ndarray) -> np.ndarray:

@@ -37,6 +37,11 @@ class Format:
         """Its codes are integers, at most 8 bits."""
         return self.block > 1
 
+    @property
+    def halves(self) -> str:
+        """The part that turns its weights into f16."""
+        return "halves_codes" if self.quantised else "halves_f16" if self.name == "F16" else "halves_floats"
+
     def row_bytes(self, columns: int) -> int:
         return columns // self.block * self.block_bytes
 

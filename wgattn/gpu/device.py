@@ -41,7 +41,7 @@ class Device(Usable):
         self.lowered = {name: int(value) for name, value in (limits or {}).items()}
         """Limits that were asked to be lower than the adapter's; kernels are chosen within them even where the backend grants more."""
         try:
-            self.gpu = self.backend.request_device(self.adapter, webgpu.usable_features(self.backend, self.adapter), self._limits())
+            self.gpu = self.backend.request_device(self.adapter, webgpu.usable_features(self.backend, self.adapter), self._limits(), self.checked)
         except (self.api.GPUError, RuntimeError) as error:
             raise DeviceError(f"{webgpu.describe(self.adapter)} refuses to open a device: {error}") from error
         self._kernels: dict[tuple, Kernel] = {}

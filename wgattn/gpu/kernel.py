@@ -32,7 +32,7 @@ class Kernel:
         storage = sum(kind != "uniform" for _, kind in source.buffers)
         if storage > profile.max_storage_buffers:
             raise CapacityError(f"{source.name} binds {storage} storage buffers; {profile.name} allows {profile.max_storage_buffers}.")
-        for feature, present in (("f16", profile.f16), ("subgroup", profile.subgroup_size > 0)):
+        for feature, present in (("f16", profile.f16), ("subgroup", profile.subgroup_size > 0), ("matrix", bool(profile.matrix_units))):
             if feature in source.features and not present:
                 raise Unsupported(f"{source.name} needs {feature} operations, which {profile.name} does not have.")
 

@@ -42,6 +42,7 @@ class Recording:
     def __init__(self, device: Device, dispatches: Iterable[Dispatch] = ()):
         self.device = device
         self.dispatches: list[Dispatch] = list(dispatches)
+        self._scratch: dict[str, Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.dispatches)
@@ -60,6 +61,13 @@ class Recording:
             bound["params"] = self.device.uniform(kernel.pack(params))
         nbytes = {name: _nbytes(b) for name, b in bound.items()}
         self.dispatches.append(Dispatch(label or kernel.source.name, kernel, kernel.pipeline, kernel.bind(bound), (x, y, z), nbytes))
+
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> Tensor:
+        """Memory for what one dispatch leaves to a later one: the same for every caller of that name and size, since dispatches run in order."""
+        found = self._scratch.get(name)
+        if found is None or found.nbytes < int(np.prod(shape)) * np.dtype(dtype).itemsize:
+            found = self._scratch[name] = self.device.empty(shape, dtype)
+        return found
 
     def encode(self, compute_pass: Any) -> None:
         """Put all dispatches into an open compute pass."""

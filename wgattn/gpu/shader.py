@@ -54,6 +54,7 @@ _STRUCT = re.compile(r"^struct Params \{([^}]*)\}", re.M)
 _MEMBER = re.compile(r"(\w+)\s*:\s*(\w+)")
 _UNROLL = re.compile(r"^[ \t]*//@ unroll (\w+) in 0\.\.(\w+)\n(.*?)^[ \t]*//@ end\n", re.M | re.S)
 
+_FEATURES = {"f16": r"\bf16\b", "subgroup": r"\bsubgroup[A-Z_]\w*", "matrix": r"\bsubgroup_matrix_\w+"}
 _BINDING_TYPE = {"uniform": "uniform", "storage, read": "read-only-storage", "storage, read_write": "storage"}
 _SCALARS = {"u32": np.uint32, "i32": np.int32, "f32": np.float32}
 _SIZES = {"u32": 4, "i32": 4, "f32": 4, "f16": 2, "bool": 4}
@@ -74,7 +75,7 @@ class Source:
     workgroup_size: int
     workgroup_bytes: int
     features: frozenset[str] = field(default_factory=frozenset)
-    """Of "f16", "subgroup": what the text needs from the device."""
+    """Of "f16", "subgroup", "matrix" (matrix units): what the text needs from the device."""
     parts: tuple[str, ...] = ()
     """Paths of the parts that the text is made of."""
     options: Mapping[str, Option] = field(default_factory=dict)
@@ -111,7 +112,7 @@ def assemble(main: str, parts: tuple[str | Part, ...] = (), options: Mapping[str
     code = _COMMENT.sub("", body)
     declared = dict(_OVERRIDE.findall(code))
     prelude = "".join(_declaration(k, v) for k, v in options.items() if k not in declared)
-    features = frozenset(f for f, pattern in (("f16", r"\bf16\b"), ("subgroup", r"\bsubgroup[A-Z_]\w*")) if re.search(pattern, prelude + code))
+    features = frozenset(f for f, pattern in _FEATURES.items() if re.search(pattern, prelude + code))
     buffers: list[tuple[str, str]] = []
 
     def number(match: re.Match[str]) -> str:
@@ -210,6 +211,8 @@ def _bytes(kind: str, values: Mapping[str, float]) -> int:
     if match := re.fullmatch(r"array<(.*)>", kind, re.S):
         element, length = _split_at_comma(match[1])
         return _bytes(element, values) * evaluate(length, values)
+    if match := re.fullmatch(r"buffer<(.*)>", kind, re.S):
+        return evaluate(match[1], values)
     if match := re.fullmatch(r"vec([234])<(\w+)>", kind):
         return {2: 2, 3: 4, 4: 4}[int(match[1])] * _SIZES[match[2]]
     if match := re.fullmatch(r"atomic<(\w+)>", kind):

@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import ArgumentError, DeviceError, Unsupported
 
 # Features we use where the adapter has them. Never all of `adapter.features`: experimental ones make the request fail.
-_FEATURES = ("shader-f16", "subgroup", "timestamp-query", "timestamp-query-inside-passes")
+_FEATURES = ("shader-f16", "subgroup", "timestamp-query", "timestamp-query-inside-passes", "chromium-experimental-subgroup-matrix")
 # What kinds of adapter to prefer when none is named.
 _PREFERENCE = ("DiscreteGPU", "IntegratedGPU", "VirtualGPU", "Unknown", "CPU")
 _NO_ADAPTER = (
@@ -62,7 +62,7 @@ class Backend:
         self.check_process()
         return list(self.api.gpu.enumerate_adapters_sync())
 
-    def request_device(self, adapter: Any, features: Iterable[str], limits: Mapping[str, int]) -> Any:
+    def request_device(self, adapter: Any, features: Iterable[str], limits: Mapping[str, int], checked: bool) -> Any:
         return adapter.request_device_sync(required_features=list(features), required_limits=dict(limits))
 
     def create_module(self, device: Any, text: str, label: str, checked: bool) -> Any:
@@ -107,15 +107,25 @@ class DawnBackend(Backend):
     name = "dawn"
     package = "wgpudawn"
     subgroup_feature = "subgroups"
-    directives: Mapping[str, str] = {"f16": "enable f16;", "subgroup": "enable subgroups;"}
+    directives: Mapping[str, str] = {
+        "f16": "enable f16;",
+        "subgroup": "enable subgroups;",
+        "matrix": "enable chromium_experimental_subgroup_matrix;\nenable chromium_disable_uniformity_analysis;\nrequires buffer_view;\n"
+        "diagnostic(off, chromium.subgroup_matrix_uniformity);\ndiagnostic(off, subgroup_uniformity);",
+    }
 
     def _set_up(self) -> None:
         self._extras = importlib.import_module("wgpudawn.backends.dawn.extras")
         self._extras.set_instance_extras(enable_toggles=["allow_unsafe_apis", "vulkan_enable_f16_on_nvidia", "use_vulkan_memory_model"])
 
-    def request_device(self, adapter: Any, features: Iterable[str], limits: Mapping[str, int]) -> Any:
+    def request_device(self, adapter: Any, features: Iterable[str], limits: Mapping[str, int], checked: bool) -> Any:
+        """Unless `checked`, without bounds checks in shaders: indices come from shapes that are checked before any work."""
         return self._extras.request_device_sync(
-            adapter, required_features=list(features), required_limits=dict(limits), disable_toggles=["timestamp_quantization"]
+            adapter,
+            required_features=list(features),
+            required_limits=dict(limits),
+            enable_toggles=[] if checked else ["disable_robustness"],
+            disable_toggles=["timestamp_quantization"],
         )
 
     def create_module(self, device: Any, text: str, label: str, checked: bool) -> Any:

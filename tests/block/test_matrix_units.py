@@ -1,0 +1,141 @@
+"""Projections on matrix units: the shapes and the text on paper, the rounding of activations on any device, results where there are such units."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.block.test_linear import random_matrix
+from tests.helpers import nmse, poison, split_canary, with_canary
+from wgattn import FusedMLP, reference
+from wgattn.block.arithmetic import resolve
+from wgattn.block.linear import Matrix, MatrixShape, choose_linear, half_fits, pad_vector, padded, record_linear
+from wgattn.block.quant import FORMATS
+from wgattn.gpu import Device, DeviceProfile, Recording, StepState
+from wgattn.gpu.shader import assemble
+
+UNITS = (("f16", "f32", 16, 16, 16),)
+
+
+def with_units(profile: DeviceProfile, **changes) -> DeviceProfile:
+    return replace(profile, **{"kind": "DiscreteGPU", "subgroup_size": 32, "f16": True, "matrix_units": UNITS, **changes})
+
+
+def test_matrix_units_are_used_only_where_they_are(device: Device):
+    assert half_fits(with_units(device.profile), 16)
+    assert not half_fits(with_units(device.profile), 15)
+    for lacking in ({"matrix_units": ()}, {"f16": False}, {"subgroup_size": 0}, {"workgroup_memory": 8192}, {"matrix_units": (("i8", "i32", 16, 16, 32),)}):
+        assert not half_fits(with_units(device.profile, **lacking), 512), lacking
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_shapes_and_memory_on_paper(device: Device, kind):
+    """Tiles divide into whole loads and subgroups, the text takes the memory that the shape says, and all of it fits the device."""
+    for subgroup in (16, 32, 64):
+        for memory in (16384, 32768, 49152):
+            profile = with_units(device.profile, subgroup_size=subgroup, workgroup_memory=memory)
+            for rows, tokens in ((2, 16), (2048, 512), (16384, 512), (128256, 4096)):
+                if not half_fits(profile, tokens):
+                    continue
+                shape = choose_linear(profile, rows, 2048, tokens, arithmetic="half")
+                assert isinstance(shape, MatrixShape)
+                assert shape.workgroup <= profile.max_invocations
+                form, options = FORMATS[kind], shape.options(profile)
+                assert options["W_LOADS"] * shape.workgroup == shape.rows * shape.step // 16, shape
+                assert options["X_LOADS"] * shape.workgroup == shape.tokens * shape.step // 8, shape
+                parts = ("step", *form.parts, f"block/parts/{form.halves}", "block/parts/bias_none", "block/parts/token_each")
+                source = assemble(shape.main, (*parts, "block/parts/heads_plain", "block/parts/output_store"), {**options, **form.options})
+                assert source.workgroup_bytes == shape.workgroup_bytes <= memory
+                assert source.features == {"f16", "subgroup", "matrix"}
+                assert source.workgroup_size == shape.workgroup
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("norm", [True, False])
+def test_activations_as_f16(devices, rng, norm):
+    """Every token by its own scale, columns of each four as 0, 2, 1, 3, zeros up to a multiple of 64; tokens beyond the count stay as they were."""
+    for variant in ("software", "gpu_shape", "gpu_shape_no_subgroup"):
+        device = devices[variant]
+        for tokens, count, columns in ((1, 1, 16), (5, 3, 100), (4, 4, 576), (3, 2, 1030)):
+            x = poison((tokens, padded(columns)))
+            x[:count] = 0
+            x[:count, :columns] = rng.standard_normal((count, columns)) * 10.0 ** rng.uniform(-15, 15, (count, 1))
+            if count > 1:
+                x[1, :columns] = 0
+            gamma = rng.uniform(0.5, 2, columns).astype(np.float32)
+            half, scale, recording = recorded_half(device, x, count, columns, gamma if norm else None)
+            recording.replay()
+            stride = -(-columns // 64) * 64
+            got, _ = split_canary(half, (tokens, stride))
+            assert np.isnan(got[count:]).all()
+            values = got[:count].astype(np.float64).reshape(count, -1, 4)[:, :, [0, 2, 1, 3]].reshape(count, stride) * scale.numpy()[:count, None]
+            want = x[:count, :columns].astype(np.float64)
+            want = reference.rms_norm(want, gamma, 1e-5) if norm else want
+            assert not values[:, columns:].any()
+            bound = np.abs(want).max(1, keepdims=True) * 2.0**-11 * 1.01
+            assert (np.abs(values[:, :columns] - want) <= bound).all(), (variant, tokens, count, columns)
+            assert np.isfinite(values).all()
+
+
+def recorded_half(device: Device, x: np.ndarray, count: int, columns: int, gamma: np.ndarray | None):
+    from wgattn.block.linear import _record_half
+
+    recording, state = Recording(device), StepState(device, len(x))
+    state.write(0, [0] * count)
+    stride = -(-columns // 64) * 64
+    recording._scratch = {"x as f16": with_canary(device, poison((len(x), stride), np.float16)), "scale of x": device.tensor(poison((len(x),)))}
+    weights = None if gamma is None else device.tensor(pad_vector(gamma))
+    left = _record_half(recording, state.step, device.tensor(x), len(x), columns, weights, 1e-5, "each", "")
+    return left["x"], left["x_scale"], recording
+
+
+def test_half_is_exact_where_there_are_no_units(device: Device, rng):
+    if device.profile.matrix_units:
+        device.profile = replace(device.profile, matrix_units=())
+    matrix = Matrix(device, random_matrix(rng, 8, 64, "Q4_0"))
+    assert resolve(device, matrix, 300, "half") == "exact"
+    weights = {"norm": np.ones(32, np.float32)} | {n: rng.standard_normal((32, 32)).astype(np.float32) for n in ("gate", "up", "down")}
+    x = rng.standard_normal((40, 32)).astype(np.float32)
+    exact, half = (FusedMLP(weights, arithmetic=a, device=device)(x) for a in ("exact", "half"))
+    np.testing.assert_array_equal(exact, half)
+
+
+@pytest.fixture(scope="module")
+def units() -> Device:
+    """A device with matrix units: Dawn on a GPU that has them."""
+    found = Device(backend="dawn")
+    assert found.profile.matrix_units, f"{found} has no matrix units"
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.conformance
+@pytest.mark.parametrize("kind", FORMATS)
+def test_results_on_matrix_units(units: Device, rng, kind):
+    """Every format, tile and output, ragged in rows, columns and tokens, against float64; the output's other words stay."""
+    cases = ((130, 256, 70, 70, "store"), (67, 512, 40, 33, "store"), (256, 768, 200, 129, "swiglu"), (700, 256, 300, 300, "add"))
+    for rows, columns, tokens, count, output in cases:
+        for sizes in ((128, 128, 64, 64, 32), (64, 64, 32, 32, 64), (64, 64, 32, 32, 32)):
+            matrix, shape = random_matrix(rng, rows, columns, kind), MatrixShape(*sizes, units.profile.subgroup_size)
+            x = poison((tokens, padded(columns)))
+            x[:count, :columns] = rng.standard_normal((count, columns)) * 10.0 ** rng.uniform(-6, 6, (count, 1))
+            gamma, bias = rng.uniform(0.5, 2, columns).astype(np.float32), rng.standard_normal(rows).astype(np.float32)
+            stride = rows // 2 if output == "swiglu" else rows
+            before = rng.standard_normal((tokens, stride)).astype(np.float32) if output == "add" else poison((tokens, stride))
+            y, state, recording = with_canary(units, before), StepState(units, tokens), Recording(units)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("wgattn.block.linear.choose_linear", lambda *a, shape=shape, **k: shape)
+                record_linear(
+                    recording, Matrix(units, matrix, 2), step=state.step, x=units.tensor(x), output=output, outputs={"y": y}, tokens=tokens,
+                    y_stride=stride, gamma=units.tensor(pad_vector(gamma)), eps=1e-5, bias=units.tensor(bias), arithmetic="half",
+                )  # fmt: skip
+            state.write(0, [0] * count)
+            recording.replay()
+            after, _ = split_canary(y, (tokens, stride))
+            want = reference.linear(reference.rms_norm(x[:count, :columns], gamma, 1e-5), matrix.dequantize(), bias)
+            if output == "swiglu":
+                want = reference.silu(want[:, ::2]) * want[:, 1::2]
+            if output == "add":
+                want = before[:count] + want
+            assert nmse(after[:count], want) < 1e-6, (kind, rows, columns, tokens, output, sizes)
+            np.testing.assert_array_equal(after[count:].view(np.uint32), before[count:].view(np.uint32))
