@@ -94,9 +94,39 @@ def test_limits_are_never_raised(device: Device):
     assert Device(limits={name: device.profile.max_binding * 4}).profile.max_binding == device.profile.max_binding
 
 
+def test_features_can_be_gone_without(device: Device):
+    without = Device(limits={"shader-f16": 0, "subgroup": 0, "timestamp-query": 0}).profile
+    assert (without.f16, without.subgroup_size, without.timestamps) == (False, 0, False)
+    asked = Device(limits={"shader-f16": 1, "subgroup": 1}).profile
+    assert (asked.f16, asked.subgroup_size) == (device.profile.f16, device.profile.subgroup_size)
+
+
+def test_a_lower_alignment_is_a_coarser_one(device: Device):
+    assert device.profile.storage_alignment < 512
+    assert Device(limits={"min-storage-buffer-offset-alignment": 512}).profile.storage_alignment == 512
+    assert Device(limits={"min-storage-buffer-offset-alignment": 1}).profile.storage_alignment == device.profile.storage_alignment
+
+
+def test_the_environment_lowers_limits_too(monkeypatch):
+    monkeypatch.setenv("WGATTN_LIMITS", " max-storage-buffer-binding-size=2097152  subgroup=0")
+    profile = Device().profile
+    assert (profile.max_binding, profile.subgroup_size) == (2097152, 0)
+    assert Device(limits={"max-storage-buffer-binding-size": 1 << 20}).profile.max_binding == 1 << 20
+    assert Device(limits={"max-storage-buffer-binding-size": 1 << 22}).profile.max_binding == 1 << 21
+
+
+@pytest.mark.parametrize("text", ["max-coffee=3", "subgroup", "subgroup=", "shader-f16=no", "shader-f16=2", "=3", "max-buffer-size=-1"])
+def test_what_the_environment_must_not_say(monkeypatch, text):
+    monkeypatch.setenv("WGATTN_LIMITS", text)
+    with pytest.raises(ArgumentError, match=text.partition("=")[0] or "'=3'"):
+        Device()
+
+
 def test_an_unknown_limit_is_named():
     with pytest.raises(ArgumentError, match="'max-coffee'"):
         Device(limits={"max-coffee": 3})
+    with pytest.raises(ArgumentError, match="max-buffer-size cannot be -5"):
+        Device(limits={"max-buffer-size": -5})
 
 
 def test_more_than_a_device_holds_is_refused_before_it_is_tried(device: Device):
@@ -310,7 +340,7 @@ def test_a_team_adds_up_with_what_there_is(device: Device, size, lanes, part):
 
 
 def test_a_device_without_the_feature_has_no_subgroups(monkeypatch):
-    monkeypatch.setattr(webgpu, "_FEATURES", ())
+    monkeypatch.setattr(webgpu, "FEATURES", ())
     profile = Device().profile
     assert (profile.subgroup_size, profile.f16, profile.timestamps) == (0, False, False)
 

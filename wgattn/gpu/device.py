@@ -15,6 +15,7 @@ from ..errors import ArgumentError, CapacityError, DeviceError
 from . import webgpu
 from .guard import Guard, Usable
 from .kernel import Kernel
+from .limits import lowered, stricter
 from .profile import DeviceProfile, describe_limits, measure_subgroup_size
 from .shader import Option, Part, assemble
 from .tensor import Tensor, dtype_of, storage_of
@@ -27,10 +28,12 @@ class Device(Usable):
         adapter: part of an adapter's name, any case (see `list_adapters`); default: environment variable WGATTN_ADAPTER, else the best there is.
         backend: "wgpu" (default) or "dawn"; default: environment variable WGATTN_BACKEND.
         checked: compile shaders with every check of the compiler, several times slower; default: environment variable WGATTN_CHECKED=1.
-        limits: WebGPU limits to lower below what the adapter has, by their WebGPU names, to try out how code behaves on smaller GPUs.
+        limits: what to lower below what the adapter has, to try out how code behaves on smaller GPUs: WebGPU limits by their WebGPU names, and
+            features to go without, as 0 ("shader-f16", "subgroup", "timestamp-query"). Those of the environment variable WGATTN_LIMITS are
+            lowered too: "max-storage-buffer-binding-size=1048576 shader-f16=0".
 
     Raises:
-        DeviceError: no adapter, none of that name, or it refuses to open.
+        DeviceError: no adapter, none of that name, or it refuses to open. ArgumentError: an unknown limit.
     """
 
     def __init__(self, adapter: str | None = None, backend: str | None = None, *, checked: bool | None = None, limits: Mapping[str, int] | None = None):
@@ -38,22 +41,18 @@ class Device(Usable):
         self.checked = os.environ.get("WGATTN_CHECKED", "") not in ("", "0") if checked is None else checked
         self.api = self.backend.api
         self.adapter = webgpu.pick_adapter(self.backend, adapter)
-        self.lowered = {name: int(value) for name, value in (limits or {}).items()}
+        self.lowered = lowered(limits or {}, webgpu.FEATURES, self.adapter.limits)
         """Limits that were asked to be lower than the adapter's; kernels are chosen within them even where the backend grants more."""
+        features = webgpu.usable_features(self.backend, self.adapter, without=[name for name, value in self.lowered.items() if not value])
         try:
-            self.gpu = self.backend.request_device(self.adapter, webgpu.usable_features(self.backend, self.adapter), self._limits(), self.checked)
+            self.gpu = self.backend.request_device(self.adapter, features, self._limits(), self.checked)
         except (self.api.GPUError, RuntimeError) as error:
             raise DeviceError(f"{webgpu.describe(self.adapter)} refuses to open a device: {error}") from error
         self._kernels: dict[tuple, Kernel] = {}
         self._uniforms: dict[bytes, Any] = {}
 
     def _limits(self) -> dict[str, int]:
-        limits = dict(self.adapter.limits)
-        for name, value in self.lowered.items():
-            if name not in limits:
-                raise ArgumentError(f"There is no WebGPU limit {name!r}.")
-            limits[name] = min(limits[name], value)
-        return limits
+        return {name: stricter(name, value, self.lowered.get(name, value)) for name, value in self.adapter.limits.items()}
 
     @property
     def name(self) -> str:

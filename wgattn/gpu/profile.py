@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from . import webgpu
+from .limits import stricter
 from .shader import assemble
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ class DeviceProfile:
 def describe_limits(device: Device) -> dict:
     """The part of a profile that needs no dispatch, as keyword arguments."""
     info = device.adapter.info
-    limits = {name: min(value, device.lowered.get(name, value)) for name, value in device.gpu.limits.items()}
+    limits = {name: stricter(name, value, device.lowered.get(name, value)) for name, value in device.gpu.limits.items()}
     return {
         "name": info["device"] or info["description"],
         "backend": device.backend.name,
@@ -74,7 +76,7 @@ def describe_limits(device: Device) -> dict:
         "max_buffer": limits["max-buffer-size"],
         "max_workgroups": limits["max-compute-workgroups-per-dimension"],
         "storage_alignment": limits["min-storage-buffer-offset-alignment"],
-        "matrix_units": device.backend.matrix_shapes(device.adapter),
+        "matrix_units": device.backend.matrix_shapes(device.adapter) if webgpu.MATRIX_UNITS in device.gpu.features else (),
     }
 
 

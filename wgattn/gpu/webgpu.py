@@ -17,8 +17,9 @@ from typing import Any
 
 from ..errors import ArgumentError, DeviceError, Unsupported
 
+MATRIX_UNITS = "chromium-experimental-subgroup-matrix"
 # Features we use where the adapter has them. Never all of `adapter.features`: experimental ones make the request fail.
-_FEATURES = ("shader-f16", "subgroup", "timestamp-query", "timestamp-query-inside-passes", "chromium-experimental-subgroup-matrix")
+FEATURES = ("shader-f16", "subgroup", "timestamp-query", "timestamp-query-inside-passes", MATRIX_UNITS)
 # What kinds of adapter to prefer when none is named.
 _PREFERENCE = ("DiscreteGPU", "IntegratedGPU", "VirtualGPU", "Unknown", "CPU")
 _NO_ADAPTER = (
@@ -193,6 +194,7 @@ def pick_adapter(backend: Backend, wanted: str | None) -> Any:
     raise DeviceError(f"No adapter's name contains {wanted!r}; there is {'; '.join(map(describe, adapters))}.")
 
 
-def usable_features(backend: Backend, adapter: Any) -> list[str]:
-    names = (backend.subgroup_feature if f == "subgroup" else f for f in _FEATURES)
-    return [f for f in names if f in adapter.features]
+def usable_features(backend: Backend, adapter: Any, without: Iterable[str] = ()) -> list[str]:
+    """What of FEATURES the adapter has, less some, by the backend's names."""
+    wanted = (backend.subgroup_feature if f == "subgroup" else f for f in FEATURES if f not in without)
+    return [f for f in wanted if f in adapter.features]
