@@ -41,8 +41,8 @@ def _of_environment() -> list[tuple[str, int]]:
     """WGATTN_LIMITS: "name=number" in any number, with spaces between."""
     found = []
     for item in os.environ.get(VARIABLE, "").split():
-        name, equals, value = item.partition("=")
-        if not equals or not value.isdecimal():
+        name, _, value = item.partition("=")
+        if not name or not value.isdecimal():
             raise ArgumentError(f"{VARIABLE} has {item!r} where name=number is wanted, such as max-storage-buffer-binding-size=1048576 or shader-f16=0.")
         found.append((name, int(value)))
     return found
