@@ -17,10 +17,14 @@ import sys
 sys.path[:0] = [{unpacked!r}]
 sys.path.append({packages!r})  # for numpy and rich; what .pth files there point to stays out
 import wgattn
+import wgattn.cli
 from wgattn.gpu import shader
 assert wgattn.__file__.startswith({unpacked!r}), wgattn.__file__
 assert str(shader.SHADERS).startswith({unpacked!r}), shader.SHADERS
 source = shader.assemble("parts/probe_subgroup", options={{"WORKGROUP": 64}})
+import wgattn.bench.run
+assert wgattn.bench.run.__file__.startswith({unpacked!r}), wgattn.bench.run.__file__
+assert wgattn.cli._parser().parse_args(["bench", "--quick"]).quick
 assert "@binding(0)" in source.text and source.workgroup_size == 64, source
 print("found")
 """
@@ -44,7 +48,9 @@ def test_the_wheel_holds_the_package_and_all_shaders(wheel):
     shaders = {f"wgattn/shaders/{p.relative_to(ROOT / 'shaders').as_posix()}" for p in (ROOT / "shaders").rglob("*.wgsl")}
     modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "wgattn").rglob("*.py")}
     assert shaders
-    assert names >= shaders | modules
+    bench = {f"wgattn/bench/{p.name}" for p in (ROOT / "tools" / "bench").glob("*.py")}
+    assert bench
+    assert names >= shaders | modules | bench
     inside = {n.split("/")[0] for n in names}
     assert inside == {"wgattn", f"wgattn-{wgattn.__version__}.dist-info"}
 

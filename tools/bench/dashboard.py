@@ -109,7 +109,7 @@ class Dashboard:
             yield Text("\nLeft early: this is what was measured so far.", style="bold")
         for row in report.wrong:
             why = row.missing or f"error {text.error(row.error)}, right would be at most {text.error(row.error_bound)}"
-            yield Text(f"\nWRONG  {row.key}: {why}", style="bold red")
+            yield Text(f"\n{'FAILED' if row.failed else 'WRONG'} {row.key}: {why}", style="bold red")
         compared = [row for row in report.rows if row.change]
         if report.baseline is not None:
             kinds = {kind: sum(row.change["verdict"] == kind for row in compared) for kind in ("slower", "faster", "same")}
@@ -241,13 +241,16 @@ def svg(picture: RenderableType, width: int, title: str, theme: TerminalTheme = 
     return drawn.replace("Fira Code", "Menlo, Consolas, DejaVu Sans Mono")
 
 
+_BLANK = "\u00a0 \n"
+
+
 def _trimmed(match: re.Match[str]) -> str:
     """A piece of text without the spaces around it, which some programs that show SVG leave out as they like; nothing where it is all spaces."""
     indent, style, x, y, length, rest, words = match.groups()
     words = words.replace("&#160;", "\u00a0")
-    count, kept = len(html.unescape(words)), words.strip("\u00a0 ")
+    count, kept = len(html.unescape(words)), words.strip(_BLANK)
     if not kept:
         return ""
-    column, lead = float(length) / count, len(words) - len(words.lstrip("\u00a0 "))
+    column, lead = float(length) / count, len(words) - len(words.lstrip(_BLANK))
     x, length = f"{float(x) + lead * column:g}", f"{len(html.unescape(kept)) * column:g}"
     return f'{indent}<text class="{style}" x="{x}" y="{y}" textLength="{length}"{rest}>{kept.replace(chr(0xA0), "&#160;")}</text>\n'
