@@ -27,8 +27,9 @@ _ROWS = ("x", "y", "h", "query", "out", "hidden", "residual")
 """Buffers of one row a token; a model has them for all tokens of a chunk."""
 _DRIFT = 64
 """Room behind the depth: the choice of a token moves the position on each time that it is measured."""
-_COLOURS = ("cyan", "green", "magenta", "yellow", "red", "bright_blue", "bright_green", "bright_magenta")
-"""Of kinds of dispatches; black on them can be read on dark and light terminals."""
+_COLOURS = ("#5fafd7", "#5faf5f", "#af87d7", "#d7af5f", "#d7775f", "#5fc7c7", "#d787af", "#a7a75f")
+"""Of kinds of dispatches. Not those of the terminal: black can be read on these, and they can be seen on dark and on light."""
+_GREY = "#b2b2b2"
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,9 @@ class StepProfile:
 
     def _table(self, width: int, names: dict[tuple[str, str], str]) -> Table:
         table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
-        name = 29 if width >= 120 else 25
-        bar = max(0, min(40, width - 56 - name))
-        columns = (("", 3, "right"), ("dispatch", name, "left"), ("kernel", 15, "left"), ("grid", 9, "left"), ("time", 7, "right"), ("bytes", 9, "right"))
-        for header, across, justify in (*columns, ("copy", 5, "right"), *([("time", bar, "left")] if bar > 4 else [])):
+        bar = max(0, min(40, width - 81))
+        columns = (("", 3, "right"), ("dispatch", 27, "left"), ("kernel", 15, "left"), ("grid", 8, "left"), ("time", 7, "right"), ("bytes", 9, "right"))
+        for header, across, justify in (*columns, ("copy", 5, "right"), *([("", bar, "left")] if bar > 4 else [])):
             table.add_column(header, width=across, justify=justify, no_wrap=True, overflow="ellipsis")
         longest = max(part.seconds for part in self.parts)
         for i, part in enumerate(self.parts):
@@ -136,10 +136,10 @@ class StepProfile:
         before = [(label, parts) for label, parts in kinds.items() if not parts[0].in_layer]
         first, last = before[:1], before[1:]
         rows = [
-            [(f"step {text.seconds(self.total)}", self.total, "white")],
+            [(f"step {text.seconds(self.total)}", self.total, _GREY)],
             [
                 *((label, _time(parts), self._colour(label)) for label, parts in first),
-                (f"{self.layers} layers", sum(map(_time, layered.values())), "white"),
+                (f"{self.layers} layers", sum(map(_time, layered.values())), _GREY),
                 *((label, _time(parts), self._colour(label)) for label, parts in last),
             ],
             [
@@ -172,7 +172,7 @@ def _segments(row: Sequence[tuple[str, float, str | None]], total: float, width:
         until = round(width * end / total) if total else 0
         across, at = until - at, until
         shown = name if len(name) < across else name[: max(0, across - 2)] + "…" if across > 3 else ""  # a column is left free behind it
-        line.append(shown.center(across - 1) if across > 1 else "", style=f"black on {colour}" if colour else "")
+        line.append(shown.center(across - 1) if across > 1 else "", style=f"#000000 on {colour}" if colour else "")
         line.append("|" if across else "", style="dim")
     return line
 
