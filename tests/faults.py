@@ -12,8 +12,8 @@ T = TypeVar("T")
 
 _USES = {
     "gpu": ("create_buffer", "create_bind_group", "create_bind_group_layout", "create_pipeline_layout", "create_shader_module", "create_compute_pipeline"),
-    "queue": ("write_buffer", "read_buffer", "submit"),
-    "buffer": ("map_sync", "read_mapped", "unmap"),
+    "queue": ("write_buffer", "submit"),
+    "buffer": ("map_async", "read_mapped", "unmap"),
     "encoder": ("begin_compute_pass", "copy_buffer_to_buffer", "finish"),
     "pass": ("set_pipeline", "set_bind_group", "dispatch_workgroups", "end"),
 }

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..attention.arguments import floating
 from ..errors import ArgumentError, CapacityError, ShapeError
-from ..gpu import Device, DeviceProfile, Readback, Recording, StepInput, StepState, Tensor
+from ..gpu import Device, DeviceProfile, Readback, Recording, StepInput, StepState, Tensor, let_interrupt_in
 from ..gpu.recording import Copy
 from .linear import padded
 
@@ -97,6 +97,7 @@ class Steps:
         T = x.shape[0]
         out = self.device.empty((T, self.width)) if isinstance(x, Tensor) else np.empty((T, self.width), np.float32)
         for first in range(0, T, self.chunk):
+            let_interrupt_in()
             count = min(self.chunk, T - first)
             self.device.write(step.buffer, np.array([position + first, count], np.uint32))
             copies = self._bring(state["h"], x, first, count)

@@ -2,7 +2,7 @@
 
 from .arena import Arena, Store
 from .device import Device, default_device
-from .guard import in_turn
+from .guard import Turn, in_turn, let_interrupt_in
 from .kernel import Kernel
 from .profile import DeviceProfile, power_of_two
 from .recording import Readback, Recording, StepState, grid
@@ -24,9 +24,11 @@ __all__ = [
     "StepState",
     "Store",
     "Tensor",
+    "Turn",
     "default_device",
     "grid",
     "in_turn",
+    "let_interrupt_in",
     "list_adapters",
     "power_of_two",
 ]

@@ -18,6 +18,7 @@ from .kernel import Kernel
 from .limits import lowered, stricter
 from .profile import DeviceProfile, describe_limits, measure_subgroup_size
 from .shader import Option, Part, assemble
+from .staging import Staging
 from .tensor import Tensor, dtype_of, storage_of
 
 
@@ -115,9 +116,10 @@ class Device(Usable):
         nbytes = count * dtype.itemsize
         if not nbytes:
             return np.empty(0, dtype)
-        with self.guard(f"read {nbytes} bytes"):
-            data = self.gpu.queue.read_buffer(buffer, offset, -(-nbytes // 4) * 4)
-        return np.frombuffer(data, np.uint8)[:nbytes].copy().view(dtype)
+        staging = Staging(self, nbytes)
+        with self.commands() as encoder:
+            staging.encode(encoder, buffer, offset)
+        return staging.bytes().view(dtype)
 
     def tensor(self, array: Any, dtype: Any = None) -> Tensor:
         """Copy an array to the device. float64 becomes float32, bool becomes uint32; dtype: float32, float16, uint32 or int32."""

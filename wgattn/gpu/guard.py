@@ -1,4 +1,4 @@
-"""What stands around the uses of a device: Ctrl-C waits for the end of a use, the backend's errors become ours, and threads take turns."""
+"""What stands around the uses of a device: Ctrl-C waits for the end of a step, the backend's errors become ours, and threads take turns."""
 
 from __future__ import annotations
 
@@ -15,44 +15,9 @@ if TYPE_CHECKING:
     from .device import Device
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class Guard:
-    """Around one use of the backend, `doing` something: no KeyboardInterrupt inside, and the errors of the backend come out as ours. May be nested.
-
-    Raises:
-        CapacityError: memory ran out. DeviceError: the backend failed, the device is lost, or this process was forked after it was made.
-    """
-
-    def __init__(self, device: Device, doing: str):
-        self._device, self._doing = device, doing
-
-    def __enter__(self) -> None:
-        self._device.check_usable()
-        self._holds = _hold_interrupt()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        try:
-            if error is not None:
-                self._translate(error)
-        finally:
-            if self._holds:
-                _release_interrupt()
-
-    def _translate(self, error: BaseException) -> None:
-        device = self._device
-        if isinstance(error, WgattnError) or not isinstance(error, Exception):
-            return
-        reason = " ".join(str(error).split())
-        if device.look_if_lost():
-            raise DeviceError(f"{device.name} is lost, and all that was on it ({reason}). {_AFRESH}") from error
-        if isinstance(error, MemoryError) or device.backend.is_out_of_memory(error):
-            raise CapacityError(f"{device.name} has not the memory to {self._doing} ({reason}). Free some, or ask for less.") from error
-        if isinstance(error, device.api.GPUError | RuntimeError):
-            raise DeviceError(f"{device.name} could not {self._doing}: {error}") from error
-
-
 _AFRESH = "Make a new Device, and what was on it anew."
+_PATIENCE = 0.05
+"""Seconds after which a thread that waits for its turn looks for Ctrl-C."""
 
 
 class Usable:
@@ -79,54 +44,121 @@ class Usable:
 
 # ---- Ctrl-C
 
+_handler: Callable[[int, FrameType | None], Any] = signal.default_int_handler
 _kept: tuple[int, FrameType | None] | None = None
-_handler: Callable[[int, FrameType | None], Any] | None = None
 
 
 def _keep(number: int, frame: FrameType | None) -> None:
-    """Remember a Ctrl-C. A second one does not wait: whoever gives it wants out of something that hangs."""
     global _kept
-    if _kept is None:
-        _kept = number, frame
-        return
-    _kept = None
-    signal.signal(signal.SIGINT, _handler)
-    _handler(number, frame)
+    _kept = number, frame
 
 
-def _hold_interrupt() -> bool:
-    """From now on SIGINT is kept; False where that is impossible (other threads never see it), needless, or done already."""
-    global _handler
-    if threading.current_thread() is not threading.main_thread():
-        return False
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is _keep or not callable(handler):
-        return False
-    _handler = handler
-    signal.signal(signal.SIGINT, _keep)
-    return True
-
-
-def _release_interrupt() -> None:
-    """What was kept is handled now."""
+def let_interrupt_in() -> None:
+    """Handle a Ctrl-C that was held back until now, if there is one: for places where stopping is safe."""
     global _kept
-    if signal.getsignal(signal.SIGINT) is _keep:
-        signal.signal(signal.SIGINT, _handler)
     kept, _kept = _kept, None
     if kept is not None:
         _handler(*kept)
 
 
+class Held:
+    """`with Held():` SIGINT is handled when the block ends. May be nested; threads other than the main one never see a signal.
+
+    So a KeyboardInterrupt stops nothing half way: no work that was recorded but not counted, no buffer that stays mapped.
+    """
+
+    def __enter__(self) -> None:
+        global _handler
+        handler = signal.getsignal(signal.SIGINT)
+        self._holds = handler is not _keep and callable(handler) and threading.current_thread() is threading.main_thread()
+        if self._holds:
+            _handler = handler
+            signal.signal(signal.SIGINT, _keep)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._holds:
+            signal.signal(signal.SIGINT, _handler)
+            let_interrupt_in()
+
+
+class Waiting:
+    """`with Waiting():` inside a `Held`: a wait that Ctrl-C may end."""
+
+    def __enter__(self) -> None:
+        self._held = signal.getsignal(signal.SIGINT) is _keep and threading.current_thread() is threading.main_thread()
+        if self._held:
+            let_interrupt_in()
+            signal.signal(signal.SIGINT, _handler)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._held:
+            signal.signal(signal.SIGINT, _keep)
+
+
+# ---- errors of the backend
+
+
+class Guard(Held):
+    """Around one use of the backend, `doing` something: no KeyboardInterrupt inside, and the errors of the backend come out as ours. May be nested.
+
+    Raises:
+        CapacityError: memory ran out. DeviceError: the backend failed, the device is lost, or this process is a fork.
+    """
+
+    def __init__(self, device: Device, doing: str):
+        self._device, self._doing = device, doing
+
+    def __enter__(self) -> None:
+        self._device.check_usable()
+        super().__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        try:
+            if isinstance(error, Exception) and not isinstance(error, WgattnError):
+                self._translate(error)
+        finally:
+            super().__exit__(kind, error, traceback)
+
+    def _translate(self, error: Exception) -> None:
+        device, reason = self._device, " ".join(str(error).split())
+        if device.look_if_lost():
+            raise DeviceError(f"{device.name} is lost, and all that was on it ({reason}). {_AFRESH}") from error
+        if isinstance(error, MemoryError) or device.backend.is_out_of_memory(error):
+            raise CapacityError(f"{device.name} has not the memory to {self._doing} ({reason}). Free some, or ask for less.") from error
+        if isinstance(error, device.api.GPUError | RuntimeError):
+            raise DeviceError(f"{device.name} could not {self._doing}: {error}") from error
+
+
 # ---- threads
 
 
+class Turn(Held):
+    """`with Turn(thing):` one thread at a time, and no KeyboardInterrupt inside, for what has a `device` and a `turn` (an RLock)."""
+
+    def __init__(self, thing: Any):
+        self._thing = thing
+
+    def __enter__(self) -> None:
+        self._thing.device.check_usable()
+        super().__enter__()
+        try:
+            while not self._thing.turn.acquire(timeout=_PATIENCE):
+                let_interrupt_in()
+        except BaseException:
+            super().__exit__(None, None, None)
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._thing.turn.release()
+        super().__exit__(kind, error, traceback)
+
+
 def in_turn(method: F) -> F:
-    """A method of an object on a device, of which one thread at a time runs any: others wait. The object has `device` and a lock `turn`."""
+    """A method that runs in a `Turn` of its object."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.device.check_usable()
-        with self.turn:
+        with Turn(self):
             return method(self, *args, **kwargs)
 
     return call

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..errors import CapacityError
 from .kernel import Kernel
+from .staging import Staging
 from .tensor import Slice, Tensor
 
 if TYPE_CHECKING:
@@ -110,30 +111,15 @@ class Readback:
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
-        self._size = -(-tensor.nbytes // 4) * 4
-        self._staging = self._make()
-
-    def _make(self) -> Any:
-        device = self.tensor.device
-        usage = device.api.BufferUsage
-        with device.guard(f"make a buffer of {self._size} bytes"):
-            return device.gpu.create_buffer(size=self._size, usage=usage.MAP_READ | usage.COPY_DST)
+        self._staging = Staging(tensor.device, tensor.nbytes)
 
     def encode(self, encoder: Any) -> None:
         """Put the copy from the device into a command encoder."""
-        if self._staging.map_state != "unmapped":  # a read was given up half way; submitting a mapped buffer would end the process
-            self._staging = self._make()
-        encoder.copy_buffer_to_buffer(self.tensor.buffer, self.tensor.offset, self._staging, 0, self._size)
+        self._staging.encode(encoder, self.tensor.buffer, self.tensor.offset)
 
     def numpy(self) -> np.ndarray:
         """The contents that the last replay left; waits for it."""
-        with self.tensor.device.guard(f"read {self.tensor.nbytes} bytes"):
-            self._staging.map_sync("READ_NOSYNC")  # plain "READ" would make and submit an empty command buffer first
-            try:
-                data = np.frombuffer(self._staging.read_mapped(), np.uint8)[: self.tensor.nbytes].copy()
-            finally:
-                self._staging.unmap()
-        return data.view(self.tensor.dtype).reshape(self.tensor.shape)
+        return self._staging.bytes().view(self.tensor.dtype).reshape(self.tensor.shape)
 
 
 class StepState:

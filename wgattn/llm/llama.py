@@ -20,7 +20,7 @@ from ..block.quant import QuantizedTensor
 from ..block.rope import Rope
 from ..block.steps import chunk_tokens
 from ..errors import ArgumentError, CapacityError, FormatError, Unsupported
-from ..gpu import Arena, Device, Readback, Recording, StepState, Tensor, default_device, in_turn
+from ..gpu import Arena, Device, Readback, Recording, StepState, Tensor, Turn, default_device, in_turn, let_interrupt_in
 from .gguf import ModelFile, find_model
 from .greedy import GreedyLoop
 from .sample import check_options, sample
@@ -265,6 +265,7 @@ class Llama:
         for first in range(0, len(token_ids), self.chunk):
             self._state.write(self.length + first, token_ids[first : first + self.chunk])
             self._prefill.replay()
+            let_interrupt_in()
         self._head.replay(readback=self._readback)
         logits = self._readback.numpy()
         self.length += len(token_ids)
@@ -318,13 +319,13 @@ class Llama:
         stop = self.tokenizer.end_ids if stop_ids is None else frozenset(stop_ids)
         check_options(temperature, top_k, top_p)
         options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "rng": np.random.default_rng(seed)}
-        with self.turn:
+        with Turn(self):
             token = sample(self.prefill(token_ids), **options)
             changes, left = self._changes, min(max_new_tokens - 1, self.capacity - self.length)
         following = self._continue_greedily(token, left) if temperature == 0 else self._continue(token, left, options)
         while max_new_tokens >= 1 and token is not None and token not in stop:
             yield token
-            with self.turn:
+            with Turn(self):
                 if self._changes != changes:
                     raise ArgumentError("The sequence was changed while tokens were generated from it: finish or drop the generator before.")
                 token = next(following, None)
