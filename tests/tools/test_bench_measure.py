@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from tests.conftest import with_profile
-from wgattn.attention.paths import PATHS
 from wgattn.bench import attention, block, ceilings, gemm, measure, model, records
 from wgattn.bench.records import Bench, Case, Error, Row, Work, arithmetic_of
 from wgattn.bench.weights import dense, random_matrix
 from wgattn.block.quant import FORMATS
 from wgattn.gpu import Recording
+from wgattn.gpu.paper import PROFILES, PaperDevice
+from wgattn.gpu.shader import SHADERS
 from wgattn.gpu.timing import ReplayClock
 
 
@@ -139,7 +140,7 @@ def test_times_agree_with_the_wall_clock(device):
 @pytest.mark.parametrize("variant", ["software", "gpu_shape", "gpu_shape_no_subgroup", "checked"])
 def test_ceilings_are_exact_counts(devices, monkeypatch, variant):
     """On a CPU a GPU's number of invocations takes minutes, so there are fewer."""
-    monkeypatch.setattr(ceilings, "_invocations", lambda bench: (3, 64))
+    monkeypatch.setattr(ceilings, "_workgroups", lambda device: 3)
     monkeypatch.setattr(Bench, "uncached", 1 << 20)
     bench = with_short_samples(devices[variant], monkeypatch)
     rows = {case.variant + case.problem: measure.row_of(bench, case) for case in ceilings.cases(bench)}
@@ -169,6 +170,16 @@ def test_a_ceiling_that_does_less_is_wrong(monkeypatch, shader, before, after, c
     bench = with_short_samples(Device(), monkeypatch)  # whose kernels are not compiled yet
     for found in (measure.row_of(bench, c) for c in ceilings.cases(bench) if c.variant == case):
         assert found.wrong, found
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_kernels_of_the_ceilings(profile):
+    """All shaders of the room, where a device has what they need."""
+    device = PaperDevice(PROFILES[profile])
+    names = [kernel.source.name for kernel in ceilings.kernels(device)]
+    matrix = {"bench/matrix"} if device.profile.matrix_units else set()
+    assert set(names) == {f"bench/{p.stem}" for p in (SHADERS / "bench").glob("*.wgsl")} - {"bench/matrix"} | matrix
+    assert names.count("bench/fma") == 1 + device.profile.f16
 
 
 def test_no_f16_is_said(monkeypatch):
@@ -210,7 +221,7 @@ def test_projections(bench, tokens, kind, arithmetic):
     assert row.in_cache
 
 
-@pytest.mark.parametrize("path", [*PATHS, "auto"])
+@pytest.mark.parametrize("path", ["flash", "split", "unfused", "gemm", "auto"])
 @pytest.mark.parametrize("queries", [1, 20])
 def test_attention(bench, path, queries):
     shape = attention.Shape(4, 2, 16, "f16")

@@ -17,6 +17,8 @@ from wgattn.gpu import Recording
 
 from .records import Bench, Case, Error, Work, arithmetic_of
 
+_VARIANTS = {"flash_matrix": "matrix"}
+"""Paths by shorter names."""
 _BOUND = {"f32": 1e-5, "matrix": 2e-3, "dot4": 2e-2}
 _SAMPLED = 32
 """Queries that are compared with the reference, where there are more."""
@@ -57,7 +59,7 @@ def prefill_cases(bench: Bench) -> list[Case]:
     for shape, length in problems[:1] if bench.quick else problems:
         for path in PATHS:
             build = lambda b, s=shape, n=length, p=path: attention(b, s, n, n, p)  # noqa: E731
-            found.append(Case("prefill", f"{shape} S{length}", path, build, 1.0 if bench.quick else 3.0))
+            found.append(Case("prefill", f"{shape} S{length}", _VARIANTS.get(path, path), build, 1.0 if bench.quick else 3.0))
     return found
 
 

@@ -7,16 +7,17 @@ counts, compared with the reference as any other: a chain that a compiler had sh
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from wgattn.gpu import Recording, Tensor, grid
+from wgattn.gpu import Device, Kernel, Recording, Tensor, grid
 from wgattn.gpu.timing import ReplayClock
 
 from .records import Bench, Case, Error, Missing, Work
 
 _FMA_A_ROUND = 4 * 8 * 4
+_UNIT = ("f16", "f32", 16, 16, 16)
 _DOT4_A_ROUND = 4 * 16
 _OFFSETS = np.arange(16, dtype=np.uint32) * np.uint32(0x01030507)
 
@@ -32,6 +33,44 @@ def cases(bench: Bench) -> list[Case]:
         Case("ceilings", "dispatch in a pass", "count", dispatches, 0.5),
         Case("ceilings", "submit and wait", "count", submit, 0.5),
     ]
+
+
+def kernels(device: Device) -> Iterator[Kernel]:
+    """All that the cases would run on such a device."""
+    yield from _copy_kernels(device)
+    yield from (_fma_kernel(device, scalar) for scalar in ("f32", "f16") if scalar == "f32" or device.profile.f16)
+    yield _dot4_kernel(device)
+    if _UNIT in device.profile.matrix_units:
+        yield _matrix_kernel(device)
+    yield device.kernel("bench/count")
+
+
+def _copy_kernels(device: Device) -> Iterator[Kernel]:
+    """A CPU likes runs, a GPU neighbours side by side."""
+    for workgroup, each, runs in ((64, 4, 1), (64, 16, 1), (8, 16, 1)) if device.profile.software else ((256, 1, 0), (256, 4, 0), (64, 8, 0)):
+        yield device.kernel("bench/copy", WORKGROUP=workgroup, EACH=each, RUNS=runs)
+
+
+def _fma_kernel(device: Device, scalar: str) -> Kernel:
+    return device.kernel("bench/fma", SCALAR=scalar, WORKGROUP=_workgroup(device))
+
+
+def _dot4_kernel(device: Device) -> Kernel:
+    return device.kernel("bench/dot4", WORKGROUP=_workgroup(device))
+
+
+def _matrix_kernel(device: Device) -> Kernel:
+    subgroup = device.profile.subgroup_size
+    return device.kernel("bench/matrix", WORKGROUP=4 * subgroup, SUBGROUP=subgroup)
+
+
+def _workgroup(device: Device) -> int:
+    return 8 if device.profile.software else min(128, device.profile.max_invocations)
+
+
+def _workgroups(device: Device) -> int:
+    """Enough to fill the device."""
+    return 512 if device.profile.software else 4096
 
 
 def _fastest(bench: Bench, recordings: Iterable[Recording]) -> Recording:
@@ -55,11 +94,9 @@ def copy(bench: Bench) -> Work:
     source, copied = device.tensor(pattern), device.empty(pattern.shape, np.uint32)
 
     def variants() -> Iterable[Recording]:
-        shapes = ((64, 4, 1), (64, 16, 1), (8, 16, 1)) if profile.software else ((256, 1, 0), (256, 4, 0), (64, 8, 0))
-        for workgroup, each, runs in shapes:
+        for kernel in _copy_kernels(device):
             recording = Recording(device)
-            groups = grid(-(-nbytes // 16 // (workgroup * each)), profile.max_workgroups)
-            kernel = device.kernel("bench/copy", WORKGROUP=workgroup, EACH=each, RUNS=runs)
+            groups = grid(-(-nbytes // 16 // (kernel.source.workgroup_size * kernel.source.options["EACH"])), profile.max_workgroups)
             recording.add(kernel, groups, {"source": source, "copied": copied}, {"count": nbytes // 16})
             yield recording
 
@@ -76,25 +113,17 @@ def copy(bench: Bench) -> Work:
 # ---- arithmetic
 
 
-def _invocations(bench: Bench) -> tuple[int, int]:
-    """(workgroups, invocations each): enough to fill the device."""
-    if bench.device.profile.software:
-        return 512, 8
-    return 4096, min(128, bench.device.profile.max_invocations)
-
-
 def fma(bench: Bench, scalar: str) -> Work:
     """x = x * 1 + step, exact, so that the sum counts the steps."""
     device = bench.device
     if scalar == "f16" and not device.profile.f16:
         raise Missing("none: the device has no f16 arithmetic")
     rounds = 500  # in f16 numbers are exact up to 2048
-    groups, workgroup = _invocations(bench)
+    kernel, groups = _fma_kernel(device, scalar), _workgroups(device)
     first = np.arange(32) % 7
     seeds = np.stack([first, np.ones(32), np.full(32, 2), np.full(32, -1)], axis=1).astype(np.float32)
-    totals = device.empty((groups * workgroup,))
+    totals = device.empty((groups * kernel.source.workgroup_size,))
     recording = Recording(device)
-    kernel = device.kernel("bench/fma", SCALAR=scalar, WORKGROUP=workgroup)
     recording.add(kernel, (groups,), {"seeds": device.tensor(seeds), "totals": totals}, {"rounds": rounds})
 
     def check() -> Error:
@@ -109,11 +138,11 @@ def dot4(bench: Bench) -> Work:
     """x = dot(x, weights) + x in integers; four multiplications and four additions each."""
     device, rng = bench.device, bench.rng()
     rounds = 256
-    groups, workgroup = _invocations(bench)
+    kernel, groups = _dot4_kernel(device), _workgroups(device)
     seeds = rng.integers(0, 2**32, (32, 2), np.uint32)
-    totals = device.empty((groups * workgroup,), np.uint32)
+    totals = device.empty((groups * kernel.source.workgroup_size,), np.uint32)
     recording = Recording(device)
-    recording.add(device.kernel("bench/dot4", WORKGROUP=workgroup), (groups,), {"seeds": device.tensor(seeds), "totals": totals}, {"rounds": rounds})
+    recording.add(kernel, (groups,), {"seeds": device.tensor(seeds), "totals": totals}, {"rounds": rounds})
 
     def check() -> Error:
         recording.replay()
@@ -127,11 +156,24 @@ def dot4(bench: Bench) -> Work:
 
 
 def matrix(bench: Bench) -> Work:
-    """Matrix units where the backend lets kernels use them."""
-    shapes = bench.device.profile.matrix_units
-    if not shapes:
-        raise Missing(f"none that {bench.device.backend.package} can use here")
-    raise Missing(f"{len(shapes)} shapes are there; no kernel of this version uses them")
+    """Products of 16 x 16 matrices of f16 with sums in f32, where the backend lets kernels use matrix units."""
+    device, profile = bench.device, bench.device.profile
+    if not profile.matrix_units:
+        raise Missing(f"none that {device.backend.package} can use here")
+    if _UNIT not in profile.matrix_units:
+        raise Missing(f"none for 16 x 16 x 16 of f16 with sums in f32, only {', '.join(map(str, profile.matrix_units))}")
+    kernel, rounds, groups = _matrix_kernel(device), 500, 2048
+    factors = bench.rng().integers(0, 3, (2, 2, 16, 16)).astype(np.float16)
+    teams = groups * kernel.source.workgroup_size // profile.subgroup_size
+    sums, recording = device.empty((teams, 2, 2, 2, 16, 16)), Recording(device)
+    recording.add(kernel, (groups,), {"factors": device.tensor(factors), "sums": sums}, {"rounds": rounds})
+
+    def check() -> Error:
+        recording.replay()
+        products = np.einsum("imk,jkn->ijmn", *factors.astype(np.float64)) * 2 * rounds
+        return Error.of(sums.numpy(), np.broadcast_to(products, sums.shape), 0)
+
+    return Work([recording], flops=2 * 16**3 * 2 * 8 * rounds * teams, check=check, best=True)
 
 
 # ---- dispatches

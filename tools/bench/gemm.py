@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from wgattn.block.arithmetic import ARITHMETICS
-from wgattn.block.linear import Matrix, padded, record_linear
+from wgattn.block.linear import Matrix, half_fits, padded, record_linear
 from wgattn.block.quant import QuantizedTensor, format_of
 from wgattn.gpu import Recording, StepState
 
@@ -26,16 +25,22 @@ _ONE = {
 
 
 def cases(bench: Bench) -> list[Case]:
-    """Every problem in each kind, exact and, where weights are quantised, in int8."""
+    """Every problem in each kind and in each arithmetic that is possible."""
     found = []
     for problems in (_MANY[bench.size], _ONE[bench.size]):
         for sizes, kinds in problems[:1] if bench.quick else problems:
             for kind in kinds:
-                for arithmetic in (a for a in ARITHMETICS if a != "auto" and (a == "exact" or format_of(kind).quantised)):
+                for arithmetic in _arithmetics(bench, kind, sizes[0]):
                     problem = f"{'x'.join(map(str, sizes))} {kind}"
                     build = lambda b, s=sizes, k=kind, a=arithmetic: projection(b, *s, k, a)  # noqa: E731
                     found.append(Case("gemm", problem, arithmetic, build, 1.0 if bench.quick else 3.0))
     return found
+
+
+def _arithmetics(bench: Bench, kind: str, tokens: int) -> list[str]:
+    """Exact, int8 where weights are quantised, and half where there are matrix units."""
+    possible = {"exact": True, "int8": format_of(kind).quantised, "half": half_fits(bench.device.profile, tokens)}
+    return [name for name, is_so in possible.items() if is_so]
 
 
 def projection(bench: Bench, tokens: int, rows: int, columns: int, kind: str, arithmetic: str) -> Work:
