@@ -9,7 +9,7 @@ from onnx.backend.test.loader import load_model_tests
 import wgattn
 from tests.onnx_backend import WgattnBackend, cases, operator, opset
 from tests.watch import Guard
-from wgattn.attention.paths import PATHS
+from wgattn.attention.paths import PORTABLE_PATHS
 from wgattn.gpu import Device
 
 FOUND = {"Attention": 93, "RotaryEmbedding": 8, "RMSNormalization": 19}
@@ -56,7 +56,7 @@ def test_onnx_node(device, monkeypatch, name):
 
 @pytest.mark.slow
 @pytest.mark.conformance
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", PORTABLE_PATHS)
 @pytest.mark.parametrize("name", [name for name, case in cases().items() if operator(case) == "Attention"])
 def test_onnx_attention_by_each_path(device, monkeypatch, name, path):
     agree(name, Guard(monkeypatch), device, path)

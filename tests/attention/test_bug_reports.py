@@ -17,7 +17,7 @@ from tests.helpers import assert_close, dirty_workgroup_memory, poison
 from tests.watch import Guard
 from wgattn import AttentionPipeline, reference
 from wgattn.attention import split, tune, unfused
-from wgattn.attention.paths import PATHS
+from wgattn.attention.paths import PATHS, PORTABLE_PATHS
 from wgattn.attention.problem import OPEN, Operands, Problem, Rows
 from wgattn.errors import ArgumentError, CapacityError, DeviceError, Unsupported
 from wgattn.gpu import Device, Recording
@@ -25,7 +25,7 @@ from wgattn.gpu import Device, Recording
 F32, F16 = np.float32, np.float16
 sdpa = wgattn.scaled_dot_product_attention
 
-every_path = pytest.mark.parametrize("path", PATHS)
+every_path = pytest.mark.parametrize("path", PORTABLE_PATHS)
 
 
 def draw(rng: np.random.Generator, B: int, H: int, Hkv: int, S: int, T: int, D: int, dtype: type = F32) -> list[np.ndarray]:
@@ -64,7 +64,7 @@ def test_the_table_of_reports_names_tests_that_exist():
 # ---- alibaba/MNN
 
 
-@pytest.mark.parametrize("path", ["auto", *PATHS])
+@pytest.mark.parametrize("path", ["auto", *PORTABLE_PATHS])
 @pytest.mark.parametrize("kv_dtype", ["f32", "f16"])
 def test_a_prompt_that_ends_within_the_last_group_of_rows(device, rng, monkeypatch, path, kv_dtype):
     """alibaba/MNN issue 4498: kernels that write keys in fours wrote behind a cache of 64 rows when 3 came after 61."""
@@ -503,7 +503,7 @@ def test_the_length_of_the_history_counts_not_the_longest_prompt(device, rng):
     """microsoft/onnxruntime PR 31611: queries behind a history see it from where they stand, each in a batch of its own length."""
     q, k, v = draw(rng, 3, 4, 2, 4, 12, 8)
     lengths = np.array([12, 7, 4])
-    for path in PATHS:
+    for path in PORTABLE_PATHS:
         out = sdpa(q, k, v, is_causal=True, key_lengths=lengths, path=path)
         for b, n in enumerate(lengths):
             alone = reference.attention(q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n], is_causal=True)[0]

@@ -14,13 +14,14 @@ import wgattn
 from tests.helpers import assert_close
 from tests.watch import Calls
 from wgattn import reference
-from wgattn.attention import tune
+from wgattn.attention import flash_matrix, tune
 from wgattn.attention.choose import Choice, choose
 from wgattn.attention.explain import FEATURES
-from wgattn.attention.paths import PATHS
+from wgattn.attention.paths import PATHS, PORTABLE_PATHS
 from wgattn.attention.problem import OPEN, Operands, Problem, Rows, packs_output
 from wgattn.errors import ArgumentError, ShapeError, Unsupported
 from wgattn.gpu import Device, DeviceProfile, Kernel, Recording
+from wgattn.gpu.shader import assemble
 from wgattn.gpu.tuning import default_cache
 
 SMALL = DeviceProfile(
@@ -112,7 +113,7 @@ def own_device() -> Device:
 
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=PROFILES)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", PORTABLE_PATHS)
 def test_what_a_path_says_it_can_run_fits_the_device(own_device, monkeypatch, profile, path):
     """Workgroup memory, invocations, storage buffers and grids of the kernels that it would record, for each size and each feature by itself."""
     device, made = stand_in(profile, monkeypatch, own_device)
@@ -135,7 +136,7 @@ EVERYTHING = replace(PLAIN, mask="f32", softcap=1.0, alibi=True, sinks=True, lse
 
 @pytest.mark.parametrize("queries", [1, 64])
 @pytest.mark.parametrize("keys", [64, 5000])
-@pytest.mark.parametrize("path", ["auto", *PATHS])
+@pytest.mark.parametrize("path", ["auto", *PORTABLE_PATHS])
 def test_all_features_at_once_on_the_smallest_device(own_device, monkeypatch, queries, keys, path):
     """Either a path says that it cannot, or what it records fits; there is one that can."""
     device, made = stand_in(SMALL, monkeypatch, own_device)
@@ -173,7 +174,49 @@ def test_choosing_needs_no_device(monkeypatch):
     assert first == [choose(profile, problem) for profile in PROFILES.values() for problem in SIZES.values()]
 
 
-@pytest.mark.parametrize("path", PATHS)
+UNITS = replace(SMALL, kind="DiscreteGPU", subgroup_size=32, f16=True, workgroup_memory=49152, matrix_units=(("f16", "f32", 16, 16, 16),))
+
+
+def test_matrix_units_where_f16_is_precise_enough():
+    half = {"dtype": "f16", "kv_dtype": "f16"}
+    wanted = [(half, "flash_matrix"), ({"half": True}, "flash_matrix"), ({}, "flash"), ({"kv_dtype": "f16"}, "flash"), ({**half, "queries": 8}, "split")]
+    for changes, path in wanted:
+        assert choose(UNITS, replace(PLAIN, **{"queries": 64, **changes})).path == path, changes
+    for lacking in ({"matrix_units": ()}, {"f16": False}, {"subgroup_size": 0}, {"workgroup_memory": 1024}):
+        assert choose(replace(UNITS, **lacking), replace(PLAIN, queries=64, half=True)).path == "flash", lacking
+
+
+@pytest.mark.parametrize("memory", [16384, 32768, 49152])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_matrix_units_on_paper(feature, memory):
+    """The text takes the memory that the shape says, and it fits; every load of a tile is somebody's."""
+    for dims in ((64, 64), (128, 128), (37, 21), (80, 48)):
+        features = {name: value for name, value in FEATURES[feature].items() if "dim" not in name}
+        profile, problem = replace(UNITS, workgroup_memory=memory), replace(PLAIN, head_dim=dims[0], value_dim=dims[1], **features)
+        if flash_matrix.unsupported(profile, problem):
+            assert "workgroup memory" in flash_matrix.unsupported(profile, problem)
+            continue
+        shape, device = PATHS["flash_matrix"].shape(profile, problem), Paper()
+        with pytest.raises(Assembled):
+            flash_matrix.record(Recording(device), problem, None, shape)
+        assert device.source.workgroup_bytes == shape.workgroup_bytes(problem) <= memory
+        assert device.source.workgroup_size == shape.workgroup <= profile.max_invocations
+        assert {"f16", "subgroup", "matrix"} <= device.source.features
+
+
+class Assembled(Exception):
+    pass
+
+
+class Paper:
+    """Assembles a kernel and goes no further."""
+
+    def kernel(self, main: str, *parts: Any, **options: Any) -> None:
+        self.source = assemble(main, parts, options)
+        raise Assembled
+
+
+@pytest.mark.parametrize("path", PORTABLE_PATHS)
 def test_a_path_can_be_forced(path):
     assert choose(SMALL, PLAIN, path) == Choice(path, "asked for")
 
@@ -228,7 +271,8 @@ def test_explain_tells_the_path_and_runs_nothing(device, tmp_path, monkeypatch, 
     assert (told.path, told.device) == (path, device.name)
     assert told.problem == replace(Problem(2, 4, 2, S, 256, 8, 8, 1 / math.sqrt(8)), mask="u8", right=0, softcap=3.0, lse=True)
     assert told.problem.left == OPEN
-    assert told.missing == dict.fromkeys(PATHS)
+    assert {name for name, missing in told.missing.items() if missing} == ({"flash_matrix"} if not device.profile.matrix_units else set())
+    assert set(told.missing) == set(PATHS)
     assert told.shape == PATHS[path].shape(device.profile, told.problem)
     text = str(told)
     assert f"path {path} on {device.name}" in text
@@ -252,7 +296,7 @@ def test_explain_tells_what_the_call_would_run(device, monkeypatch):
 
     for name, path in PATHS.items():
         watch(name, type(path))
-    for options in ({}, {"path": "auto"}, *({"path": name} for name in PATHS)):
+    for options in ({}, {"path": "auto"}, *({"path": name} for name in PORTABLE_PATHS)):
         for S in (1, 9):
             ran.clear()
             wgattn.sdpa(*arrays(S), **options)
@@ -297,7 +341,7 @@ def test_explain_raises_as_the_call_does():
 
 
 def test_the_table_of_paths_and_features(device):
-    """Every path has every feature on a device like this."""
+    """Every path has every feature on a device like this; that of matrix units where there are any."""
     told = wgattn.explain()
     assert (told.path, told.problem) == (None, None)
     lines = str(told).splitlines()
@@ -306,7 +350,7 @@ def test_the_table_of_paths_and_features(device):
     assert re.findall(r"\w+", header) == ["feature", *PATHS]
     for feature in FEATURES:
         (line,) = (line for line in lines if re.search(rf"│ {re.escape(feature)} +│", line))
-        assert re.findall(r"│ (yes|-) +", line) == ["yes"] * len(PATHS), line
+        assert re.findall(r"│ (yes|-) +", line) == ["yes"] * len(PORTABLE_PATHS) + ["yes" if device.profile.matrix_units else "-"], line
     for path in PATHS.values():
         assert path.__doc__.split()[0].rstrip(":") in str(told)
 

@@ -12,7 +12,7 @@ import wgattn
 from tests.helpers import assert_close, poison
 from tests.watch import Calls, Guard, forbid_reading
 from wgattn import reference
-from wgattn.attention.paths import PATHS
+from wgattn.attention.paths import PORTABLE_PATHS
 from wgattn.errors import ArgumentError, ShapeError, Unsupported
 from wgattn.gpu import Device
 
@@ -20,7 +20,7 @@ F32, F16 = np.float32, np.float16
 ERROR = {F32: 2e-5, F16: 2e-3}
 sdpa = wgattn.scaled_dot_product_attention
 
-every_path = pytest.mark.parametrize("path", PATHS)
+every_path = pytest.mark.parametrize("path", PORTABLE_PATHS)
 
 
 def draw(rng: np.random.Generator, B: int, H: int, Hkv: int, S: int, T: int, D: int, Dv: int | None = None, dtype: type = F32) -> list[np.ndarray]:
@@ -556,7 +556,7 @@ def test_huge_and_infinite_mask_values(rng, check, path):
 # ---- nothing
 
 
-@pytest.mark.parametrize("path", ["auto", *PATHS])
+@pytest.mark.parametrize("path", ["auto", *PORTABLE_PATHS])
 @pytest.mark.parametrize("dtype", [F32, F16])
 @pytest.mark.parametrize(("B", "S", "T", "Dv"), [(0, 3, 4, 8), (2, 0, 4, 8), (2, 3, 0, 8), (2, 0, 0, 8)])
 def test_empty_arrays(device, rng, path, dtype, B, S, T, Dv):

@@ -11,7 +11,7 @@ import wgattn
 from tests.helpers import assert_close, poison
 from tests.watch import Calls, Guard, forbid_reading
 from wgattn import AttentionPipeline, reference
-from wgattn.attention.paths import PATHS
+from wgattn.attention.paths import PORTABLE_PATHS
 from wgattn.errors import ArgumentError, CapacityError, ShapeError, Unsupported
 from wgattn.gpu import Device
 
@@ -87,7 +87,7 @@ def test_prefill_and_decode(device, rng, monkeypatch, geometry, options, batch, 
     guard.check(**case)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", PORTABLE_PATHS)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_every_path_by_name(device, rng, path, batch):
     pipe = small(device, batch=batch, path=path, window_size=9, softcap=3.0, capacity=10)
@@ -363,7 +363,7 @@ def test_forks_are_independent(device, rng, kv_dtype):
 def test_the_tail_of_the_cache_may_be_nan(device, rng):
     """Rows beyond the length are never part of a result, whichever group of keys they fall into."""
     for kv_dtype, head_dim in (("f32", 8), ("f16", 8), ("f32", 5)):
-        for path in PATHS:
+        for path in PORTABLE_PATHS:
             pipe = AttentionPipeline(4, 2, head_dim, kv_dtype=kv_dtype, capacity=70, path=path, device=device)
             for store in (pipe.cache.keys, pipe.cache.values):
                 store.write(poison(store.shape, store.dtype))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..errors import ArgumentError, Unsupported
 from ..gpu import DeviceProfile
-from .paths import PATHS
+from .paths import PATHS, PORTABLE_PATHS
 from .problem import Problem
 
 _FEW = 8
@@ -34,11 +34,14 @@ def choose(profile: DeviceProfile, problem: Problem, path: str = "auto") -> Choi
             raise Unsupported(f"Path {path!r} cannot run this on {profile.name}: {missing}")
         return Choice(path, "asked for")
     wanted = ["split", "flash"] if problem.queries <= _FEW else ["flash", "split"]
+    if problem.queries > _FEW and (problem.half or problem.dtype == problem.kv_dtype == "f16"):
+        wanted.insert(0, "flash_matrix")
     reasons = {
         "split": f"{problem.queries} queries: keys are read once for all heads that share them",
+        "flash_matrix": f"{problem.queries} queries, and f16 is precise enough: matrix units",
         "flash": f"{problem.queries} queries: no scores in memory, each key serves many queries",
     }
-    for name in (*wanted, *(p for p in PATHS if p not in wanted)):
+    for name in (*wanted, *(p for p in PORTABLE_PATHS if p not in wanted)):
         if PATHS[name].unsupported(profile, problem) is None:
             return Choice(name, reasons.get(name, "the only path that can run it"))
     raise Unsupported(f"No path can run this on {profile.name}: {problem}.")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from ..gpu import DeviceProfile, Recording
-from . import flash, gemm, split, tune, unfused
+from . import flash, flash_matrix, gemm, split, tune, unfused
 from .problem import Operands, Problem
 
 
@@ -61,6 +61,19 @@ class FlashPath:
         flash.record(recording, problem, operands, shape)
 
 
+class FlashMatrixPath:
+    """Prefill on matrix units, everything rounded to f16."""
+
+    def unsupported(self, profile: DeviceProfile, problem: Problem) -> str | None:
+        return flash_matrix.unsupported(profile, problem)
+
+    def shape(self, profile: DeviceProfile, problem: Problem) -> flash_matrix.FlashMatrixShape:
+        return flash_matrix.choose_flash_matrix(profile, problem)
+
+    def record(self, recording: Recording, problem: Problem, operands: Operands, shape: flash_matrix.FlashMatrixShape | None = None) -> None:
+        flash_matrix.record(recording, problem, operands, shape or flash_matrix.choose_flash_matrix(recording.device.profile, problem))
+
+
 class UnfusedPath:
     """Short prompts: the original's way, scores in memory, three dispatches."""
 
@@ -88,4 +101,13 @@ class GemmPath:
         gemm.record(recording, problem, operands, shape)
 
 
-PATHS: Mapping[str, Path] = {"flash": FlashPath(), "split": SplitPath(), "unfused": UnfusedPath(), "gemm": GemmPath()}
+PATHS: Mapping[str, Path] = {
+    "flash": FlashPath(),
+    "split": SplitPath(),
+    "unfused": UnfusedPath(),
+    "gemm": GemmPath(),
+    "flash_matrix": FlashMatrixPath(),
+}
+
+PORTABLE_PATHS = ("flash", "split", "unfused", "gemm")
+"""Those that need nothing but WebGPU, and compute f32 in f32."""

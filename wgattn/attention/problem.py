@@ -44,6 +44,8 @@ class Problem:
     lse: bool = False
     lengths: str = "fixed"
     """Where the number of keys comes from: "fixed", "each" (a buffer, one a sequence) or "step" (the state of a recorded step)."""
+    half: bool = False
+    """Queries and probabilities may be rounded to f16, even where they are f32."""
     in_place: bool = False
     """Outputs replace the queries in their buffer, f32 rows of a multiple of 4; for paths that read a query before they write its output."""
 

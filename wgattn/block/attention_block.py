@@ -55,26 +55,26 @@ class Geometry:
             raise Unsupported(f"Head dim {self.head_dim} and rotary dim {rotary} must be multiples of 4.")
 
 
-_NO_SCORES = ("flash", "split")
+_NO_SCORES = ("flash", "split", "flash_matrix")
 """Paths of attention whose one dispatch reads a query before it writes its output."""
 
 
 class ChosenAttention:
     """Causal attention of a recorded step of up to `tokens` queries over up to `length` keys, by whichever path suits the device.
 
-    Where `query` and `out` of a recording are one tensor, outputs replace the queries.
+    With arithmetic "half", on matrix units where there are any.     Where `query` and `out` of a recording are one tensor, outputs replace the queries.
     """
 
-    def __init__(self, profile: DeviceProfile, geometry: Geometry, tokens: int, length: int):
+    def __init__(self, profile: DeviceProfile, geometry: Geometry, tokens: int, length: int, arithmetic: str = "exact"):
         g, self._profile = geometry, profile
         scale = 1 / math.sqrt(g.head_dim) if g.scale is None else g.scale
-        self.problem = Problem(1, g.num_heads, g.num_kv_heads, tokens, length, g.head_dim, g.head_dim, scale, right=0, lengths="step")
+        self.problem = Problem(1, g.num_heads, g.num_kv_heads, tokens, length, g.head_dim, g.head_dim, scale, right=0, lengths="step", half=arithmetic == "half")
 
     @property
     def path(self) -> str:
         """The path for the device, among those that keep no scores in memory where one of them can run."""
         best = choose(self._profile, self.problem).path
-        return next((p for p in (best, *_NO_SCORES) if p in _NO_SCORES and PATHS[p].unsupported(self._profile, self.problem) is None), best)
+        return next((p for p in (best, "flash", "split") if p in _NO_SCORES and PATHS[p].unsupported(self._profile, self.problem) is None), best)
 
     @property
     def splits(self) -> int:

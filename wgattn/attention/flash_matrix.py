@@ -1,0 +1,92 @@
+"""Path "flash_matrix": attention of many queries on matrix units, `attention/flash_matrix.wgsl`. Everything is rounded to f16, sums are f32."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..gpu import DeviceProfile, Part, Recording
+from . import problem as common
+from .problem import Operands, Problem
+
+_UNIT = ("f16", "f32", 16, 16, 16)
+_GPU_WORKGROUPS = 264
+"""Workgroups that keep a large GPU busy."""
+
+
+@dataclass(frozen=True)
+class FlashMatrixShape:
+    """`teams` subgroups compute 16 rows each, `keys` keys at a time."""
+
+    teams: int
+    keys: int
+    subgroup: int
+
+    @property
+    def workgroup(self) -> int:
+        return self.teams * self.subgroup
+
+    def workgroup_bytes(self, problem: Problem) -> int:
+        """What the kernel keeps: tiles of keys and values, scores, probabilities, a factor a row; at first the queries."""
+        k_row, v_row = (32 * math.ceil(dim / 16) + 16 for dim in (problem.head_dim, problem.value_dim))
+        rows = 16 * self.teams
+        return max(self.keys * (k_row + v_row) + rows * (4 * self.keys + 16 + 2 * self.keys + 16 + 4) + 16, rows * k_row)
+
+
+def _fitting(profile: DeviceProfile, problem: Problem) -> list[FlashMatrixShape]:
+    """Shapes that fit the device, the quickest for large problems first."""
+    shapes = [FlashMatrixShape(teams, keys, profile.subgroup_size) for teams, keys in ((4, 64), (8, 32), (4, 32), (2, 32), (4, 16), (2, 16), (1, 16))]
+    return [s for s in shapes if s.workgroup_bytes(problem) <= profile.workgroup_memory and s.workgroup <= profile.max_invocations]
+
+
+def unsupported(profile: DeviceProfile, problem: Problem) -> str | None:
+    """What is missing, in a sentence, or None."""
+    if _UNIT not in profile.matrix_units or not profile.f16 or profile.subgroup_size not in (16, 32, 64):
+        return "it needs matrix units of 16 x 16 x 16 from f16 to f32, which only backend dawn uses."
+    if not _fitting(profile, problem):
+        return f"heads of {problem.head_dim} and {problem.value_dim} do not fit {profile.workgroup_memory} bytes of workgroup memory."
+    if max(problem.num_kv_heads, problem.batch) > profile.max_workgroups:
+        return f"{problem.num_kv_heads} KV heads and {problem.batch} sequences must each be at most {profile.max_workgroups}."
+    if problem.storage_buffers > profile.max_storage_buffers:
+        return f"it binds {problem.storage_buffers} storage buffers, there are {profile.max_storage_buffers}."
+    return None
+
+
+def choose_flash_matrix(profile: DeviceProfile, problem: Problem) -> FlashMatrixShape:
+    """The shape for a problem on a device; pure."""
+    fit = _fitting(profile, problem)
+    rows = problem.queries * problem.ratio
+    busy = [s for s in fit if -(-rows // (16 * s.teams)) * problem.num_kv_heads * problem.batch >= _GPU_WORKGROUPS // 2]
+    return (busy or fit)[0]
+
+
+def record(recording: Recording, problem: Problem, operands: Operands, shape: FlashMatrixShape) -> None:
+    """Append the path's one dispatch."""
+    dims = {"keys": problem.head_dim, "values": problem.value_dim}
+    plain_f16 = {name: problem.kv_dtype == "f16" and dim % 4 == 0 for name, dim in dims.items()}
+    matrices = {name: math.ceil(dim / 16) for name, dim in dims.items()}
+    loads = {name: -(-shape.keys * 2 * n // shape.workgroup) for name, n in matrices.items()}
+    kernel = recording.device.kernel(
+        "attention/flash_matrix",
+        *common.base_parts(problem),
+        *(common.rows_part(problem, name) for name in ("query", "keys", "values")),
+        *(Part.of(f"parts/row_halves_{'f16' if plain_f16[name] else 'any'}", name=name) for name in ("keys", "values")),
+        *common.score_parts(problem),
+        "attention/parts/flash_rows",
+        *common.finish_parts(problem),
+        **common.options(problem),
+        KEYS=shape.keys,
+        KEY_MATRICES=shape.keys // 16,
+        K_MATRICES=matrices["keys"],
+        V_MATRICES=matrices["values"],
+        K_LOADS=loads["keys"],
+        V_LOADS=loads["values"],
+        LANES_ROW=shape.subgroup // 16,
+        QUADS=shape.keys * 4 // shape.subgroup,
+        PLAIN=problem.plain,
+        WORKGROUP=shape.workgroup,
+        SUBGROUP=shape.subgroup,
+        MEMORY=shape.workgroup_bytes(problem),
+    )
+    groups = (-(-problem.queries * problem.ratio // (16 * shape.teams)), problem.num_kv_heads, problem.batch)
+    common.add(recording, kernel, groups, problem, operands, label="attention")
