@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import wgattn
-from wgattn.gpu.tuning import Stopwatch
+from wgattn.gpu.timing import Stopwatch
 
 
 def main() -> None:
