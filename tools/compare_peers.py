@@ -1,7 +1,7 @@
 """wgattn and other libraries on the same problems, on one machine, one after the other: times, ratios, and whether what they computed is right.
 
     python tools/compare_peers.py                                              # whichever peers this environment has
-    python tools/compare_peers.py --python llama.cpp=peer/bin/python           # a peer in an environment of its own
+    python tools/compare_peers.py --python llama.cpp=peer/bin/python           # a peer in an environment of its own; again for others
     python tools/compare_peers.py --only attention --heads 32 --kv-heads 8 --dim 128 --length 2048 --json FILE
 
 Every peer runs in a process of its own, because they do not get on with one another inside one. A peer that is not installed is a row that says how to
@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,18 +37,17 @@ from wgattn.llm.gguf import ModelFile, find_model
 from wgattn.llm.llama import LlamaConfig
 
 HERE = Path(__file__).parent / "peers"
-sys.path.insert(0, str(HERE))
-import attention as attention_peers  # noqa: E402
-import model as model_peers  # noqa: E402
-
 CYLLAMA = "cyllama-vulkan==0.2.18" if sys.version_info < (3, 12) else "cyllama-vulkan==0.7.0"
 INSTALL = {
-    "torch": "pip install torch",
-    "tinygrad": "pip install tinygrad==0.14 dawn-python==0.3.0",
-    "computeml": "pip install computeml==0.4.4",
-    "aule": "pip install aule-attention==0.5.0",
-    "llama.cpp": f"pip install --no-deps {CYLLAMA}",
+    "attention": {
+        "torch": "pip install torch",
+        "tinygrad": "pip install tinygrad==0.14 dawn-python==0.3.0",
+        "computeml": "pip install computeml==0.4.4",
+        "aule": "pip install aule-attention==0.5.0",
+    },
+    "model": {"llama.cpp": f"pip install --no-deps {CYLLAMA}"},
 }
+"""Peers of each kind of problem, and how to get them; `peers/KIND.py` has a function for each."""
 OURS = "wgattn"
 _RIGHT = 1e-3
 """Largest error of attention, for values around 1, that counts as right; half precision inside is within it."""
@@ -75,18 +74,27 @@ class Outcome:
         return self.cannot or self.failed or ""
 
 
-def ask(kind: str, peer: str, problem: dict, python: str, timeout: float) -> tuple[dict, np.ndarray | None]:
+def ask(kind: str, peer: str, problem: dict, args: argparse.Namespace) -> tuple[dict, np.ndarray | None]:
     """Run a peer in a child: (answer, what it computed)."""
+    where = args.pythons.get(peer.split()[0])
+    python = sys.executable if where is None or os.path.isdir(where) else where
+    environment = dict(os.environ)
+    if where is not None:
+        environment["PYTHONPATH"] = where if os.path.isdir(where) else ""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "problem.json").write_text(json.dumps(problem))
-        command = [python, str(HERE / f"{kind}.py"), peer, str(folder / "problem.json"), str(folder)]
+        for key, value in problem.items():
+            if isinstance(value, np.ndarray):
+                np.save(folder / f"{key}.npy", value)
+        (folder / "problem.json").write_text(json.dumps({k: v for k, v in problem.items() if not isinstance(v, np.ndarray)}))
+        command = [python, str(HERE / f"{kind}.py"), peer, name]
+        how: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "stdin": subprocess.DEVNULL, "cwd": name, "env": environment}
         try:
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout, stdin=subprocess.DEVNULL, cwd=name)
+            done = subprocess.run(command, timeout=args.timeout, **how)
         except subprocess.TimeoutExpired:
-            return {"error": f"took longer than {timeout:g} s (--timeout)"}, None
+            return {"error": f"took longer than {args.timeout:g} s (--timeout)"}, None
         except OSError as error:
-            return {"error": f"{python}: {error}"}, None
+            return {"error": f"{python}: {error.strerror}"}, None
         answer, result = folder / "answer.json", folder / "result.npy"
         if not answer.exists():
             last = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
@@ -94,8 +102,8 @@ def ask(kind: str, peer: str, problem: dict, python: str, timeout: float) -> tup
         return json.loads(answer.read_text()), np.load(result) if result.exists() else None
 
 
-def outcome_of(answer: dict, wrongness: Any) -> Outcome:
-    """`wrongness(result)`: (error, whether that is right)."""
+def outcome_of(answer: dict, wrongness: Callable[[], tuple[float, bool]]) -> Outcome:
+    """`wrongness()`: the error of what was computed, and whether that is right."""
     if "missing" in answer:
         return Outcome(missing=answer["missing"])
     if "cannot" in answer:
@@ -113,24 +121,29 @@ def outcome_of(answer: dict, wrongness: Any) -> Outcome:
 
 
 def attention_problems(args: argparse.Namespace) -> dict[str, dict]:
-    """By the name of their column."""
-    base = {"heads": args.heads, "kv_heads": args.heads, "queries": args.length, "keys": args.length, "dim": args.dim, "causal": False}
-    base |= {"repeat": args.repeat, "seed": args.seed}
-    found = {"full": base, "causal": base | {"causal": True}}
-    if args.kv_heads != args.heads:
-        found["causal, GQA"] = base | {"causal": True, "kv_heads": args.kv_heads}
-    found[f"one query, {4 * args.length} keys"] = base | {"queries": 1, "keys": 4 * args.length}
-    return found
+    """By the name of their column; the same numbers for every peer."""
+    rng = np.random.default_rng(args.seed)
+
+    def problem(queries: int, keys: int, kv_heads: int, causal: bool) -> dict:
+        shapes = {"query": (args.heads, queries), "key": (kv_heads, keys), "value": (kv_heads, keys)}
+        arrays = {name: rng.standard_normal((1, *shape, args.dim), np.float32) for name, shape in shapes.items()}
+        sizes = {"heads": args.heads, "kv_heads": kv_heads, "queries": queries, "keys": keys, "dim": args.dim}
+        return {**sizes, "causal": causal, "repeat": args.repeat, **arrays}
+
+    L, H = args.length, args.heads
+    found = {"full": problem(L, L, H, False), "causal": problem(L, L, H, True)}
+    if args.kv_heads != H:
+        found[f"causal, {args.kv_heads} KV heads"] = problem(L, L, args.kv_heads, True)
+    return found | {f"one query, {4 * L} keys": problem(1, 4 * L, H, False)}
 
 
 def compare_attention(args: argparse.Namespace) -> Iterator[tuple[str, str, Outcome]]:
     """(peer, problem, outcome)."""
-    ours = [OURS, *(f"{OURS} {path}" for path in PATHS if args.paths)]
     problems = attention_problems(args)
-    expected = {name: reference.attention(*attention_peers.inputs(p), is_causal=p["causal"])[0] for name, p in problems.items()}
-    for peer in (*ours, *(p for p in attention_peers.PEERS if p != OURS)):
+    expected = {n: reference.attention(p["query"], p["key"], p["value"], is_causal=p["causal"])[0] for n, p in problems.items()}
+    for peer in (OURS, *(f"{OURS} {path}" for path in PATHS if args.paths), *INSTALL["attention"]):
         for name, problem in problems.items():
-            answer, result = ask("attention", peer, problem, args.pythons.get(peer.split()[0], sys.executable), args.timeout)
+            answer, result = ask("attention", peer, problem, args)
 
             def wrongness(result: np.ndarray | None = result, name: str = name) -> tuple[float, bool]:
                 error = float(np.abs(result - expected[name]).max()) if result.shape == expected[name].shape else np.inf
@@ -155,8 +168,8 @@ def compare_models(args: argparse.Namespace) -> Iterator[tuple[str, str, Outcome
     problem, file = model_problem(args)
     name = f"{file.path.name}, prompt of {args.prompt}, decode at depth {args.depth}"
     weights: dict[str, np.ndarray] = {}
-    for peer in model_peers.PEERS:
-        answer, result = ask("model", peer, problem, args.pythons.get(peer, sys.executable), args.timeout)
+    for peer in (OURS, *INSTALL["model"]):
+        answer, result = ask("model", peer, problem, args)
 
         def wrongness(result: np.ndarray | None = result) -> tuple[float, bool]:
             """How much less likely than the best, by the logits of the reference, a chosen token is at worst."""
@@ -181,11 +194,11 @@ def dequantised(file: ModelFile) -> dict[str, np.ndarray]:
 # ---- what is shown
 
 
-def row(peer: str, outcomes: dict[str, Outcome], names: Sequence[str], ours: dict[str, Outcome]) -> list[str]:
+def row(peer: str, outcomes: dict[str, Outcome], names: Sequence[str], ours: dict[str, Outcome], install: dict[str, str]) -> list[str]:
     """The cells of a peer."""
-    first = next(iter(outcomes.values()))
-    if all(o.missing for o in outcomes.values()):
-        return [peer, f"not installed: {INSTALL.get(peer, first.missing)}"]
+    missing = {o.missing for o in outcomes.values()}
+    if None not in missing:
+        return [peer, f"not installed: {install.get(peer) or missing.pop()}"]
     return [peer, *(cell(outcomes[name], ours.get(name)) for name in names)]
 
 
@@ -203,12 +216,12 @@ def cell(outcome: Outcome, ours: Outcome | None) -> str:
     return "\n".join([*parts, verdict])
 
 
-def show(console: Console, title: str, found: dict[str, dict[str, Outcome]]) -> None:
+def show(console: Console, title: str, found: dict[str, dict[str, Outcome]], install: dict[str, str]) -> None:
     """A table: peers down, problems across. The factor behind a number says how many times as fast wgattn was."""
     names = list(next(iter(found.values())))
     table = Table("", *names, title=title, title_justify="left", show_lines=True)
     for peer, outcomes in found.items():
-        table.add_row(*row(peer, outcomes, names, found.get(OURS, {})))
+        table.add_row(*row(peer, outcomes, names, found.get(OURS, {}), install))
     console.print(table)
     for peer, outcomes in found.items():
         about = next((o.about for o in outcomes.values() if o.about), None)
@@ -220,7 +233,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--only", choices=["attention", "model"], help="one kind of problem (default: both)")
-    add("--python", action="append", default=[], metavar="PEER=PATH", help="the interpreter in whose environment a peer is installed; again for others")
+    add("--python", action="append", default=[], metavar="PEER=PATH", help="where a peer is: an interpreter, or a folder of packages (pip install --target)")
     add("--json", type=Path, metavar="FILE", help="also write all numbers there")
     add("--timeout", type=float, default=600, help="seconds that a peer may take for a problem (default 600)")
     add("--paths", action="store_true", help="also each of wgattn's ways to compute attention")
@@ -230,7 +243,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, default in (("prompt", 128), ("decode", 16), ("depth", 0)):
         add(f"--{name}", type=int, default=default, help=f"tokens (default {default})")
     args = parser.parse_args(argv)
-    known = {*attention_peers.PEERS, *model_peers.PEERS}
+    known = {OURS, *(peer for peers in INSTALL.values() for peer in peers)}
     args.pythons = {}
     for word in args.python:
         peer, _, path = word.partition("=")
@@ -256,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.print(f"{kind}: {error}", soft_wrap=True)
             continue
         title = f"Attention (1, {args.heads}, {args.length}, {args.dim}) float32" if kind == "attention" else "Models, tokens a second"
-        show(console, f"{title}; x: times as fast as the peer wgattn was", found)
+        show(console, f"{title}; x: times as fast as the peer wgattn was", found, INSTALL[kind])
         report[kind] = {peer: {name: asdict(o) for name, o in outcomes.items()} for peer, outcomes in found.items()}
     if args.json:
         args.json.write_text(json.dumps(report, indent=1, default=str) + "\n")

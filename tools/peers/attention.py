@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,7 @@ from child import Answer, Cannot, main, timed, version
 
 
 def inputs(p: dict) -> list[np.ndarray]:
-    """Query, key and value of a problem, the same in every interpreter."""
-    rng = np.random.default_rng(p["seed"])
-    shapes = ((p["heads"], p["queries"]), (p["kv_heads"], p["keys"]), (p["kv_heads"], p["keys"]))
-    return [rng.standard_normal((1, *shape, p["dim"]), np.float32) for shape in shapes]
+    return [p[name] for name in ("query", "key", "value")]
 
 
 def wgattn(p: dict, path: str = "auto") -> Answer:
@@ -60,7 +58,9 @@ def tinygrad(p: dict) -> Answer:
     """On its WebGPU backend (Dawn), under its JIT."""
     import pydawn
 
-    library = next((Path(pydawn.__file__).parent / "lib").glob("libwebgpu_dawn*"))
+    ending = {"Linux": ".so", "Darwin": ".dylib", "Windows": ".dll"}[platform.system()]
+    libraries = sorted((Path(pydawn.__file__).parent / "lib").glob(f"*webgpu_dawn*{ending}"))
+    library = next((path for path in libraries if platform.machine().lower() in path.name), libraries[0])
     os.environ |= {"DEV": "WEBGPU", "WEBGPU_BACKEND": "WGPUBackendType_Vulkan", "WEBGPU_PATH": str(library)}
     from tinygrad import Device, Tensor, TinyJit
 

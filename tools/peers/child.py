@@ -1,8 +1,9 @@
 """What a script of one kind of problems does when it is run: one peer, one problem, in an interpreter that need not have wgattn.
 
-    PYTHON attention.py PEER PROBLEM.json FOLDER
+    PYTHON attention.py PEER FOLDER
 
-The answer goes to FOLDER/answer.json, and the array that was computed to FOLDER/result.npy: libraries print what they like.
+FOLDER has problem.json, and arrays that belong to it as NAME.npy. The answer goes to FOLDER/answer.json, and the array that was computed to
+FOLDER/result.npy: libraries print what they like.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def timed(run: Callable[[], Any], repeat: int, warm: int = 2) -> list[float]:
 
 
 def main(peers: Mapping[str, Callable[[dict], Answer]]) -> None:
-    peer, problem, folder = sys.argv[1], json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
+    peer, folder = sys.argv[1], Path(sys.argv[2])
+    problem = json.loads((folder / "problem.json").read_text()) | {path.stem: np.load(path) for path in folder.glob("*.npy")}
     try:
         answer = peers[peer](problem)
     except (ImportError, importlib.metadata.PackageNotFoundError) as error:
