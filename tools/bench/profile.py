@@ -23,7 +23,7 @@ from .measure import measure, row_of
 from .model import arrange, greedy_recording, load, step_recording
 from .records import Bench, Work
 
-_ROWS = ("x", "y", "h", "query", "out", "hidden", "residual")
+_ROWS = ("x", "y", "h", "query", "out", "hidden", "residual", "tokens")
 """Buffers of one row a token; a model has them for all tokens of a chunk."""
 _DRIFT = 64
 """Room behind the depth: the choice of a token moves the position on each time that it is measured."""
