@@ -21,5 +21,5 @@ fn flash_keys(b: u32, row: u32, count: u32) -> vec2<u32> {
   return vec2<u32>(first_key(b, row / flash_ratio()), end_key(b, (min(row + count, flash_count()) - 1u) / flash_ratio()));
 }
 fn flash_score(score: f32, b: u32, row: FlashRow, j: u32) -> f32 {
-  return select(LOWEST, adjust(score, b, row.h, row.i, j), j >= row.first && j < row.end);
+  return select(LOWEST, adjust(score, b, row.h, row.i, j), (j >= row.first) & (j < row.end));
 }

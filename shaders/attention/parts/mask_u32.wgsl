@@ -1,6 +1,5 @@
-// A mask of words: 0 hides the key. Columns before mask_first are visible. Strides of 0 broadcast.
+// A mask of words: 0 hides the key. Columns before mask_first are visible.   Parts: problem.
 var<storage, read> mask: array<u32>;             // (batch or 1, heads or 1, queries or 1, columns) u32 or i32
 fn mask_at(b: u32, h: u32, i: u32, j: u32) -> f32 {
-  if (j < params.mask_first) { return 0.0; }
-  return select(LOWEST, 0.0, mask[b * params.mask_batch + h * params.mask_head + i * params.mask_row + (j - params.mask_first) * params.mask_column] != 0u);
+  return select(LOWEST, 0.0, (mask[mask_index(b, h, i, j)] != 0u) | (j < params.mask_first));
 }

@@ -23,3 +23,10 @@ const LOG2E = 1.4426950408889634;
 fn key_position(b: u32, i: u32) -> i32 { return i32(i) + select(0, i32(key_count(b)) - i32(query_count()), params.bottom_right != 0u); }
 fn first_key(b: u32, i: u32) -> u32 { return u32(clamp(key_position(b, i) - params.left, 0, i32(key_count(b)))); }
 fn end_key(b: u32, i: u32) -> u32 { return u32(clamp(key_position(b, i) + params.right + 1, 0, i32(key_count(b)))); }
+
+// Where a mask has the entry of a key; the mask begins with column mask_first. Strides of 0 broadcast. Always within the mask: what is read
+// for rows and keys beyond the problem's, or before the mask, does not count.
+fn mask_index(b: u32, h: u32, i: u32, j: u32) -> u32 {
+  let column = max(min(j, params.keys - 1u), params.mask_first) - params.mask_first;
+  return b * params.mask_batch + h * params.mask_head + min(i, params.queries - 1u) * params.mask_row + column * params.mask_column;
+}
