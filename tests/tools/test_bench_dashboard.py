@@ -33,7 +33,7 @@ def report(device):
     step = {"model": "SmolLM2-135M-Instruct.Q4_1", "tokens": 64, "dispatches": 152}
     for row in (
         longest("ceilings", "dot4I8Packed chain", "dot4", ceiling=None, share=None, in_cache=False),
-        Row("ceilings", "matrix units", "matrix", missing="none that wgpu can use here"),
+        Row("ceilings", "matrix units", "matrix", missing="wgpu can use none here"),
         longest("gemm", "2048x8192x2048 Q8_0", "exact"),
         longest("prefill", "32/8 D128 f16 S4096", "unfused", ceiling="matrix"),
         Row("prefill", "32/8 D128 f16 S4096", "gemm", missing="scores take 2147483648 bytes, and a binding can have 134217728.", failed=True),
@@ -98,13 +98,14 @@ def test_consoles_without_unicode(report):
 def test_what_is_below_the_tables(report):
     out = shown(Dashboard(report), 80)
     for words in (
-        "matrix: none that wgpu can use here",
+        "matrix: wgpu can use none here",
         "gemm: scores take 2147483648 bytes",
         "time over depth ▁▁▁▁█",
         "120 dispatches, 22.5 KiB of intermediates",
         "unfused / fused: time 1.63x, host 1.00x, memory 3.2x",
         "prompt of one chunk, prompt: 5203 tokens a second, 152 dispatches; 64 tokens",
         "° all copies together may fit the caches",
+        "- not compared: kinds of weights need the package gguf, models at most 400 MiB",
     ):
         assert words in out
     assert "FAILED prefill: 32/8 D128 f16 S4096: gemm: scores take" in " ".join(out.split())

@@ -117,7 +117,7 @@ def fma(bench: Bench, scalar: str) -> Work:
     """x = x * 1 + step, exact, so that the sum counts the steps."""
     device = bench.device
     if scalar == "f16" and not device.profile.f16:
-        raise Missing("none: the device has no f16 arithmetic")
+        raise Missing("the device has no f16 arithmetic")
     rounds = 500  # in f16 numbers are exact up to 2048
     kernel, groups = _fma_kernel(device, scalar), _workgroups(device)
     first = np.arange(32) % 7
@@ -159,9 +159,9 @@ def matrix(bench: Bench) -> Work:
     """Products of 16 x 16 matrices of f16 with sums in f32, where the backend lets kernels use matrix units."""
     device, profile = bench.device, bench.device.profile
     if not profile.matrix_units:
-        raise Missing(f"none that {device.backend.package} can use here")
+        raise Missing(f"{device.backend.package} can use none here")
     if _UNIT not in profile.matrix_units:
-        raise Missing(f"none for 16 x 16 x 16 of f16 with sums in f32, only {', '.join(map(str, profile.matrix_units))}")
+        raise Missing(f"not for 16 x 16 x 16 of f16 with sums in f32, only {', '.join(map(str, profile.matrix_units))}")
     kernel, rounds, groups = _matrix_kernel(device), 500, 2048
     factors = bench.rng().integers(0, 3, (2, 2, 16, 16)).astype(np.float16)
     teams = groups * kernel.source.workgroup_size // profile.subgroup_size

@@ -181,6 +181,8 @@ def _feet(name: str, rows: Sequence[Row]) -> list[str]:
         lines += list(_fusion(there))
     if name == "model":
         lines += [_tokens(row) for row in there]
+    if name != "ceilings" and any(row.error is None for row in there):
+        lines.append("- not compared: kinds of weights need the package gguf, models at most 400 MiB")
     if any(row.in_cache for row in there):
         lines.append(f"{_IN_CACHE} all copies together may fit the caches")
     return lines
@@ -224,10 +226,11 @@ def line(row: Row) -> str:
     parts += [f"host {text.seconds(row.host_seconds)}"] if row.host_seconds is not None else []
     parts += [text.rate(row.rate, row.unit)] if row.rate else []
     parts += [f"{text.share(row.share)} of {CEILINGS[row.ceiling]}"] if row.share is not None else []
-    parts += [f"error {text.error(row.error)}" + (" WRONG" if row.wrong else "")] if row.error is not None else []
+    parts += [f"error {text.error(row.error)}" + (" WRONG" if row.wrong else "")] if row.error is not None else ["not compared"]
     parts += [f"{row.facts['tokens'] / row.seconds:.4g} tokens/s"] if "tokens" in row.facts else []
     parts += [f"{row.facts['dispatches']} dispatches"] if "dispatches" in row.facts else []
     parts += ["may fit caches"] if row.in_cache else []
+    parts += [row.note] if row.note else []
     parts += [f"{row.change['verdict']} ({row.change['ratio']:.2f} of the baseline)"] if row.change else []
     return start + ", ".join(parts)
 
