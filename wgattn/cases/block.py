@@ -13,6 +13,7 @@ from .. import reference
 from ..attention.kv_cache import KV_DTYPES
 from ..block.functional import apply_rope, rms_norm
 from ..block.fused import FusedAttention, FusedMLP
+from ..block.linear import half_fits
 from ..block.quant import FORMATS, QuantizedTensor
 from ..block.rope import Rope
 from ..errors import Unsupported
@@ -110,6 +111,12 @@ def _large_mlp(device: Device, rng: np.random.Generator, *, weights: str) -> Ite
     yield from _mlp_of(device, rng, weights, 256, 4352, mixed=False, bias=False, fused=True)
 
 
+def _half_mlp(device: Device, rng: np.random.Generator, *, weights: str, tokens: int, mixed: bool, bias: bool) -> Iterator[Result]:
+    if not half_fits(device.profile, tokens):
+        raise Unsupported(f"{device.name} has no matrix units that this backend can use: arithmetic half is exact there.")
+    yield from _mlp_of(device, rng, f"{weights} half", tokens, 2 * _width(weights) if tokens < 256 else 2048, mixed=mixed, bias=bias, fused=True)
+
+
 def _mlp_of(
     device: Device, rng: np.random.Generator, weights: str, tokens: int, hidden: int, *, mixed: bool, bias: bool, fused: bool
 ) -> Iterator[Result]:
@@ -126,6 +133,8 @@ def _mlp_of(
     got = FusedMLP(given, arithmetic=arithmetic, fused=fused, device=device)(x)
     if arithmetic == "exact":
         yield Result("y", got, lambda: x + reference.mlp(x, _dequantised(given), 1e-5), 2e-5, 2e-6)
+    elif arithmetic == "half":
+        yield Result("y", got - x, lambda: reference.mlp(x, _dequantised(given), 1e-5), nmse=5e-6)
     else:  # rounding is emulated where both matrices of the norm are rounded, and it comes after the norm's scale
         emulated = fused and not mixed
         yield Result("y", got - x, lambda: reference.mlp(x, _dequantised(given), 1e-5, int8=emulated), nmse=_EMULATED if emulated else 5e-4)
@@ -246,7 +255,8 @@ ROPE = Family("apply_rope", {"dtype": tuple(_DTYPES), "dims": ((64, 64), (64, 16
 _MLP_AXES = {"weights": WEIGHTS, "tokens": ("1 token", "20 tokens"), "mixed": (False, True), "bias": (False, True)}
 MLP = Family("MLP", _MLP_AXES, _mlp, rows=("weights", "tokens"))
 UNFUSED_MLP = Family("MLP unfused", _MLP_AXES, partial(_mlp, fused=False))
-LARGE_MLP = Family("large MLP", {"weights": WEIGHTS}, _large_mlp)
+LARGE_MLP = Family("large MLP", {"weights": ("F32", "F16", "Q4_0", "Q6_K", "Q8_0 int8")}, _large_mlp)
+MATRIX_UNITS = Family("MLP in f16", {"weights": tuple(FORMATS), "tokens": (20, 256), "mixed": (False, True), "bias": (False, True)}, _half_mlp)
 ATTENTION = Family(
     "attention half",
     {
@@ -265,4 +275,4 @@ ATTENTION = Family(
     numbers=("rope", "prompt"),
 )
 MODEL = Family("model", {"arch": tuple(ARCHITECTURES), "weights": tuple(FORMATS), "kv_dtype": tuple(KV_DTYPES), "tied": (True, False)}, _model)
-FAMILIES = (NORM, ROPE, MLP, UNFUSED_MLP, LARGE_MLP, ATTENTION, MODEL)
+FAMILIES = (NORM, ROPE, MLP, UNFUSED_MLP, LARGE_MLP, MATRIX_UNITS, ATTENTION, MODEL)
