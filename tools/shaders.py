@@ -8,24 +8,20 @@ Every variant is what `wgattn.cases` makes on paper, on made-up devices of all k
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
-import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
+from wgattn.bench import ceilings
 from wgattn.cases import FAMILIES, TUNED
 from wgattn.cases.family import Choice, Family
-from wgattn.errors import CapacityError, Unsupported, WgattnError
+from wgattn.errors import CapacityError, Unsupported
 from wgattn.gpu import webgpu
 from wgattn.gpu.paper import PROFILES, PaperDevice
 from wgattn.gpu.shader import SHADERS, Source, assemble, evaluate
@@ -33,14 +29,20 @@ from wgattn.gpu.shader import SHADERS, Source, assemble, evaluate
 # ---- every variant
 
 
-def sources(names: Iterable[str] = PROFILES, strength: int = 1) -> dict[str, Source]:
-    """All kernels that the cases use on made-up devices, by their text without directives. strength: as in `Family.cases`; 0: all combinations."""
+def sources(names: Iterable[str] = PROFILES, strength: int = 1, known: dict | None = None) -> dict[str, Source]:
+    """All kernels that the cases use on made-up devices, by their text without directives.
+
+    strength: as in `Family.cases`; 0: all combinations. known: as of `PaperDevice`, to share texts among calls.
+    """
     found: dict[str, Source] = {}
+    known = {} if known is None else known
     for name in names:
-        device = PaperDevice(PROFILES[name])
+        device = PaperDevice(PROFILES[name], known)
         for family in (*FAMILIES, *TUNED):
             for choice in family.cases(strength) if strength else family.texts():
                 _record(device, family, choice)
+        for _ in ceilings.kernels(device):
+            pass
         found |= {source.text + _constants(source): source for source in (*device.sources, _probe(device))}
     return found
 
@@ -170,7 +172,7 @@ class File:
     @property
     def options(self) -> set[str]:
         """Constants that the header lists."""
-        said = (self.after("Options") or "").partition("parts:")[0]
+        said = re.sub(r"\([^()]*\)", "", (self.after("Options") or "").partition("parts:")[0])
         return set(re.findall(r"\b[A-Z][A-Z0-9_]*\b", said))
 
     @property
@@ -216,7 +218,7 @@ def file_faults(f: File) -> Iterator[str]:
     if not f.is_part:
         if f.after("Options") is None:
             yield "does not list its options (Options: none, or names; parts: names)"
-        if not re.search(r"\b(workgroup|invocation|team)s?\b", f.header.partition("Workgroup memory:")[0], re.I):
+        if not re.search(r"\b([Ww]orkgroup|[Ii]nvocation|[Tt]eam)s?\b", f.header.partition("Workgroup memory:")[0]):
             yield "does not say what one workgroup or invocation does"
     for number, line in enumerate(f.text.splitlines(), 1):
         code, _, comment = line.partition("//")

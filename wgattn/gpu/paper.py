@@ -44,9 +44,13 @@ class PaperDevice(Device):
     """Takes the calls that a device takes. What is read from it is zeros; it has only the limits of its profile, and raises the same errors.
 
     `sources` are those of the kernels it was asked for, in order, each once, and without directives.
+
+    Args:
+        known: texts that other devices on paper have put together; those that this one does are added.
     """
 
-    def __init__(self, profile: DeviceProfile):
+    def __init__(self, profile: DeviceProfile, known: dict[tuple, Source] | None = None):
+        self._known = {} if known is None else known
         self.profile, self.lowered, self.checked = profile, {}, False
         self.gpu = self.api = self.adapter = _Inert()
         self.backend = _Inert()
@@ -80,7 +84,9 @@ class PaperDevice(Device):
     def kernel(self, main: str, *parts: str | Part, **options: Option) -> Kernel:
         key = (main, parts, tuple((k, type(v), v) for k, v in sorted(options.items())))
         if key not in self._kernels:
-            self._kernels[key] = _PaperKernel(self, assemble(main, parts, options))
+            if key not in self._known:
+                self._known[key] = assemble(main, parts, options)
+            self._kernels[key] = _PaperKernel(self, self._known[key])
         return self._kernels[key]
 
 
