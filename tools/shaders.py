@@ -166,7 +166,7 @@ class File:
         said = self.after("Workgroup memory")
         if said is None:
             return None
-        own = re.split(r"(?:, and |\band )?that of |\.(?:\s|$)", said)[0].strip()
+        own = re.split(r"(?:, and |\band )?that of |[.:](?:\s|$)", said)[0].strip()
         return "0" if own in ("", "none") else own
 
     @property

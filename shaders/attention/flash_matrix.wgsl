@@ -4,7 +4,7 @@
 // through workgroup memory to lanes, LANES_ROW of them a row, and probabilities back.
 // FlashAttention (Dao et al. 2022), online softmax (Milakov and Gimelshein 2018). Matrices have no element access, so that outputs are rescaled
 // only where the maximum of a row grew by more than 8 (scores are in log2 units): probabilities are at most 2^8.
-// Workgroup memory: MEMORY: a tile of keys, one of values, scores and probabilities of each subgroup; at first the queries, at the end outputs.
+// Workgroup memory: max(KEYS * 32 * (K_MATRICES + V_MATRICES + 1) + 16 * TEAMS * (6 * KEYS + 36) + 16, 16 * TEAMS * (32 * K_MATRICES + 16)): a tile of keys, one of values, scores and probabilities of each subgroup; at first the queries, at the end outputs.
 // Options: HEAD_DIM, VALUE_DIM, KEYS, KEY_MATRICES = KEYS / 16, K_MATRICES, V_MATRICES = dims / 16 (rounded up), K_LOADS, V_LOADS = KEYS * matrices * 2 /
 // WORKGROUP (rounded up), QUADS = KEYS / 4 / LANES_ROW, LANES_ROW = SUBGROUP / 16, PLAIN, WORKGROUP, SUBGROUP, MEMORY;
 // parts: problem, lengths_*, rows_* as query, keys and values, row_halves_* as keys and values, adjust_*, flash_rows, store_* as out, finish, sink_*, lse_*.
