@@ -22,6 +22,8 @@ _SLOW = 0.5
 _MOST_REPLAYS = 256
 """In a sample."""
 _HOST_SECONDS = 0.05
+_AWAKE = (0.25, 1.5)
+"""Seconds after which a GPU is awake if it no longer becomes faster, and in any case."""
 _CANNOT = (Missing, Unsupported, CapacityError, ModelNotFound)
 """Errors that say what is not there or does not fit; any other is a fault."""
 
@@ -67,20 +69,21 @@ def _sample(once: Callable[[], float], seconds: float) -> list[float]:
 
 
 def _warm_up(bench: Bench, work: Work) -> float:
-    """Replay everything once, and on until a GPU's clock is up: it idles low. Seconds of a replay, roughly."""
+    """Replay everything once, and on until a GPU's clock is up: it idles low, and rises while there is work. Seconds of a replay, roughly."""
     device = bench.device
-    long = 0.0 if device.profile.software else 0.15
+    least, most = (0.0, 0.0) if device.profile.software else _AWAKE
     begin = time.perf_counter()
-    times, rounds = 1, 0
+    times, rounds, shortest = 1, 0, math.inf
     while True:
         before = time.perf_counter()
         for recording in work.recordings:
             recording.replay(times)
         device.wait()
         now = time.perf_counter()
-        rounds += 1
-        if (rounds > 1 or now - before > _SLOW) and now - begin >= long:
-            return (now - before) / times / len(work.recordings)
+        rounds, took = rounds + 1, (now - before) / times / len(work.recordings)
+        rising, shortest = took < 0.97 * shortest, min(took, shortest)
+        if (rounds > 1 or now - before > _SLOW) and now - begin >= (most if rising else least):
+            return took
         if now - before < 0.01:
             times = min(64, 2 * times)
 
