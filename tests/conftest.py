@@ -1,4 +1,4 @@
-"""Fixtures that all tests share."""
+"""Fixtures that all tests share, and what belongs to the conformance suite."""
 
 import dataclasses
 import os
@@ -10,9 +10,62 @@ import numpy as np
 import pytest
 
 import wgattn
-from wgattn.errors import ModelNotFound
+from tests.helpers import lacking, named_limit, not_available
+from tests.report import REFUSED
+from wgattn.errors import CapacityError, ModelNotFound, Unsupported
 from wgattn.gpu import Device, DeviceProfile, shader
 from wgattn.llm.gguf import find_model
+
+# ---- the conformance suite
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The mark `conformance` leaves what is slow, what needs a GPU, and parameters that its own arguments leave out: what remains takes minutes anywhere."""
+    for item in items:
+        mark = item.get_closest_marker("conformance")
+        if mark is None:
+            continue
+        if mark not in item.own_markers:
+            raise pytest.UsageError(f"{item.nodeid}: mark functions with conformance, not modules.")
+        if item.get_closest_marker("slow") or item.get_closest_marker("gpu") or not _chosen(item, mark):
+            item.own_markers.remove(mark)
+
+
+def _chosen(item: pytest.Item, mark: pytest.Mark) -> bool:
+    """Whether the parameters of a test are what its mark `conformance(name=values, ...)` asks for; a function instead of values tells it itself."""
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    for name, wanted in mark.kwargs.items():
+        if name not in given:
+            raise pytest.UsageError(f"{item.nodeid}: its mark conformance names a parameter {name!r}, which it has not.")
+        if not (wanted(given[name]) if callable(wanted) else given[name] in wanted):
+            return False
+    return True
+
+
+@pytest.fixture(autouse=True)
+def _needs(request: pytest.FixtureRequest) -> None:
+    """The mark `needs(what, ...)`: the test is not available on devices that lack it, and says so."""
+    for mark in request.node.iter_markers("needs"):
+        for what in mark.args:
+            reason = lacking(request.getfixturevalue("device"), what)
+            if reason:
+                not_available(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Where the environment has lowered limits, a typed error that names one of them is an answer too, and reported as such."""
+    try:
+        return (yield)
+    except (CapacityError, Unsupported) as error:
+        limit = named_limit(error, wgattn.default_device().lowered)
+        if limit is None:
+            raise
+        pytest.skip(f"{REFUSED}{limit}: {error}")
+
+
+# ---- fixtures
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,11 +1,14 @@
-"""What tests of kernels share: poisoned memory, and comparison with the reference."""
+"""What tests of kernels share: poisoned memory, comparison with the reference, and what a device may lack."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
+import pytest
 
+from tests.report import NOT_AVAILABLE
 from wgattn.gpu import Device, Kernel, Recording, Tensor
 from wgattn.gpu.shader import Source
 
@@ -95,3 +98,34 @@ def dirty_workgroup_memory(device: Device) -> None:
     recording = Recording(device)
     recording.add(_dirt(device), (min(256, device.profile.max_workgroups),), {"seen": device.empty((64,), np.uint32)})
     recording.replay()
+
+
+# ---- what a device lacks
+
+NEEDS: Mapping[str, Callable[[Device], bool]] = {
+    "f16": lambda device: device.profile.f16,
+    "subgroups": lambda device: device.profile.subgroup_size > 0,
+    "timestamps": lambda device: device.profile.timestamps,
+    "wgpu": lambda device: device.backend.name == "wgpu",
+}
+"""What a test may be marked to need, and how a device shows that it has it."""
+
+
+def lacking(device: Device, what: str) -> str | None:
+    """Why a test that needs this is not available on a device; None where it is."""
+    return None if NEEDS[what](device) else f"{what} is what {device.name} over {device.backend.name} lacks"
+
+
+def not_available(reason: str) -> NoReturn:
+    """End the test: it cannot be run on this device, for a reason that the report of stacks shows."""
+    pytest.skip(NOT_AVAILABLE + reason)
+
+
+def named_limit(error: Exception, lowered: Mapping[str, int]) -> str | None:
+    """Which lowered limit an error's message names: by its value, or by the feature that is gone without."""
+    message = str(error).replace(",", "")
+    for name, value in lowered.items():
+        word = {"shader-f16": "f16", "subgroup": "subgroup"}.get(name, rf"(?<!\d){value}(?!\d)")
+        if re.search(word, message):
+            return name
+    return None

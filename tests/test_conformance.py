@@ -1,0 +1,53 @@
+"""The heart of the conformance suite: the cases that together use every kernel in every variant, one of each kind, against the reference.
+
+Other tests are marked `conformance` too: those of edges and of what kernels leave alone, with few of their parameters (see the mark in conftest.py).
+"""
+
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers import named_limit, not_available
+from wgattn.cases import FAMILIES
+from wgattn.cases.family import Choice, Family, compare
+from wgattn.errors import CapacityError, Unsupported
+from wgattn.gpu import Device
+
+
+def few(family: Family) -> list[Choice]:
+    """Of a family's cases, as few as still show each of its rows and each value of each axis."""
+    seen: set[tuple[str, Any]] = set()
+    found = []
+    for choice in family.cases():
+        shown = {("row", family.row(choice)), *choice.items()}
+        if not shown <= seen:
+            seen |= shown
+            found.append(choice)
+    return found
+
+
+CASES = [pytest.param(family, choice, id=f"{family.row(choice)}-{i}") for family in FAMILIES for i, choice in enumerate(few(family))]
+
+
+def check(device: Device, rng: np.random.Generator, family: Family, choice: Choice) -> None:
+    """A case agrees with the reference; the message tells its parameters."""
+    compared = 0
+    for result in family.run(device, rng, **choice):
+        difference = compare(result)
+        assert difference.error <= difference.allowed, f"error {difference.error:.3g} > {difference.allowed:.3g}: {difference.what}; {dict(choice)}"
+        compared += 1
+    assert compared, f"nothing came out of {dict(choice)}"
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize(("family", "choice"), CASES)
+def test_case(device, rng, record_property, family, choice):
+    record_property("family", family.name)
+    try:
+        check(device, rng, family, choice)
+    except (Unsupported, CapacityError) as error:
+        if named_limit(error, device.lowered):
+            raise
+        not_available(str(error))
