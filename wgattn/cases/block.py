@@ -18,8 +18,9 @@ from ..block.quant import FORMATS, QuantizedTensor
 from ..block.rope import Rope
 from ..errors import Unsupported
 from ..gpu import Device
+from ..llm.config import ARCHITECTURES
 from ..llm.gguf import FileTensor, ModelFile
-from ..llm.llama import ARCHITECTURES, Llama
+from ..llm.llama import Llama
 from .family import Family, Result, once
 
 _DTYPES = {"f32": np.float32, "f16": np.float16}

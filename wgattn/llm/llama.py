@@ -6,7 +6,6 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -22,74 +21,11 @@ from ..block.rope import Rope
 from ..block.steps import chunk_tokens
 from ..errors import ArgumentError, CapacityError, FormatError, Unsupported
 from ..gpu import Arena, Device, Readback, Recording, StepState, Tensor, Turn, default_device, in_turn, let_interrupt_in
+from .config import LlamaConfig
 from .gguf import ModelFile, find_model
 from .greedy import GreedyLoop
 from .sample import check_options, sample
 from .tokenizer import Tokenizer
-
-ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
-"""By GGUF name; whether RoPE pairs neighbouring channels (Llama's converter reorders rows for that)."""
-
-
-@dataclass(frozen=True)
-class LlamaConfig:
-    """The shape of a model, as its GGUF metadata gives it."""
-
-    layers: int
-    embed_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    hidden_dim: int
-    vocab_size: int
-    context_length: int
-    eps: float
-    rope_base: float
-    rope_dim: int
-    rope_interleaved: bool
-    rope_scaling: dict | None
-
-    @classmethod
-    def from_file(cls, file: ModelFile) -> LlamaConfig:
-        """Raises Unsupported for another architecture or a variant we cannot run, FormatError for numbers that cannot be."""
-        arch = file.architecture
-        if arch not in ARCHITECTURES:
-            raise Unsupported(f"{file.path} holds a model of architecture {arch!r}; supported: {', '.join(ARCHITECTURES)}.")
-        if file.get(f"{arch}.expert_count", 0):
-            raise Unsupported(f"{file.path} is a mixture of experts, which is not supported.")
-
-        def number(key: str, default: int | None = None) -> int:
-            value = file.require(f"{arch}.{key}", int) if default is None else file.get(f"{arch}.{key}", default)
-            if not isinstance(value, int):
-                raise Unsupported(f"{file.path} has layers that differ in {arch}.{key}, which is not supported.")
-            if not 0 < value < 2**24:
-                raise FormatError(f"{file.path} says {arch}.{key} is {value}, which cannot be; download the file again.")
-            return value
-
-        embed, heads = number("embedding_length"), number("attention.head_count")
-        head_dim = number("attention.key_length", embed // heads)
-        kv_heads = number("attention.head_count_kv", heads)
-        if heads % kv_heads:
-            raise FormatError(f"{file.path} says {heads} heads share {kv_heads} KV heads, which does not divide; download the file again.")
-        if number("attention.value_length", head_dim) != head_dim:
-            raise Unsupported(f"{file.path} has values of another length than its keys, which is not supported.")
-        if "token_embd.weight" not in file.tensors or len(file.tensors["token_embd.weight"].shape) != 2:
-            raise FormatError(f"{file.path} has no token embedding matrix (token_embd.weight); download it again.")
-        return cls(
-            layers=number("block_count"),
-            embed_dim=embed,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            hidden_dim=number("feed_forward_length"),
-            vocab_size=file.tensors["token_embd.weight"].shape[0],
-            context_length=number("context_length", 2048),
-            eps=file.require(f"{arch}.attention.layer_norm_rms_epsilon", float),
-            rope_base=float(file.get(f"{arch}.rope.freq_base", 10000.0)),
-            rope_dim=number("rope.dimension_count", head_dim),
-            rope_interleaved=ARCHITECTURES[arch],
-            rope_scaling=_rope_scaling(file, arch),
-        )
 
 
 class _Tensors:
@@ -120,7 +56,10 @@ class _Tensors:
         if name not in self.left:
             raise FormatError(f"{self.file.path} lacks the tensor {name}; download it again.")
         tensor = self.left.pop(name)
-        return tensor.data.view({"F32": np.float32, "F16": np.float16}[tensor.kind]).astype(np.float32)
+        values = tensor.data.view({"F32": np.float32, "F16": np.float16}[tensor.kind]).astype(np.float32)
+        if not np.isfinite(values).all():
+            raise FormatError(f"{self.file.path}, tensor {name}: {np.count_nonzero(~np.isfinite(values))} numbers are not finite; download it again.")
+        return values
 
     def finish(self) -> None:
         if self.left:
@@ -151,11 +90,11 @@ class Llama:
         embedding = tensors.matrix("token_embd.weight", (c.vocab_size, c.embed_dim))
         output = tensors.matrix("output.weight", (c.vocab_size, c.embed_dim)) if "output.weight" in tensors.left else None
         factors = tensors.vector("rope_freqs.weight", c.rope_dim // 2, optional=True)
-        self.rope = Rope(c.rope_base, c.rope_dim, interleaved=c.rope_interleaved, scaling=c.rope_scaling, factors=factors)
         self._geometry = Geometry(c.num_heads, c.num_kv_heads, c.head_dim, c.eps)
         layers = [_layer(tensors, c, i) for i in range(c.layers)]  # all of the file is checked before anything goes to the device
         output_norm = tensors.vector("output_norm.weight", c.embed_dim)
         tensors.finish()
+        self.rope = _rope(file, c, factors)
 
         weights = Arena(self.device, sum(t.nbytes for t in file.tensors.values()))
         self.embedding = Matrix(weights, embedding)
@@ -366,23 +305,20 @@ class Llama:
         return ids
 
 
-def _rope_scaling(file: ModelFile, arch: str) -> dict | None:
-    """RoPE scaling as in Hugging Face configs. (Llama 3's kind comes as a tensor of factors instead.)"""
-    kind = file.get(f"{arch}.rope.scaling.type")
-    if kind in (None, "none"):
-        return None
-    keys = {
-        "factor": "factor",
-        "original_max_position_embeddings": "original_context_length",
-        "attention_factor": "attn_factor",
-        "beta_fast": "yarn_beta_fast",
-        "beta_slow": "yarn_beta_slow",
-    }
-    found = {name: file.get(f"{arch}.rope.scaling.{key}") for name, key in keys.items()}
-    found = {name: value for name, value in found.items() if value is not None}
-    if "attention_factor" in found:  # llama.cpp multiplies where Hugging Face replaces
-        found["attention_factor"] *= 0.1 * math.log(max(found.get("factor", 1.0), 1.0)) + 1
-    return {"rope_type": kind} | found
+def _rope(file: ModelFile, c: LlamaConfig, factors: np.ndarray | None) -> Rope:
+    """The rotation that the file asks for; what is wrong with it is said of the file."""
+    if factors is not None and not (factors > 0).all():
+        raise FormatError(f"{file.path}, tensor rope_freqs.weight: factors must be above 0, and {factors.min()} is among them; download it again.")
+    try:
+        rope = Rope(c.rope_base, c.rope_dim, interleaved=c.rope_interleaved, scaling=c.rope_scaling, factors=factors)
+        if not np.isfinite(rope.frequencies).all() or not math.isfinite(rope.magnitude):
+            raise ArgumentError(f"{file.architecture}.rope.freq_base and rope.scaling give frequencies that are not finite")
+        Geometry(c.num_heads, c.num_kv_heads, c.head_dim, c.eps).check(rope)
+    except Unsupported as error:
+        raise Unsupported(f"{file.path}, {file.architecture}.rope: {error}") from None
+    except ArgumentError as error:
+        raise FormatError(f"{file.path}, {file.architecture}.rope: {error}; download it again.") from None
+    return rope
 
 
 def _layer(tensors: _Tensors, c: LlamaConfig, i: int) -> tuple[dict, dict]:

@@ -1,10 +1,9 @@
 """Text to token ids and back: the byte-level BPE that a GGUF file describes, run by the `tokenizers` package."""
 
 import codecs
-import json
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from types import ModuleType
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from ..errors import ArgumentError, FormatError, Unsupported
 from ..extras import load_extra
 from .gguf import ModelFile
+from .template import Template
 
 _CONTROL, _USER_DEFINED = 3, 4  # ggml's token types for text that is always one token
 
@@ -107,7 +107,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ArgumentError(f"the text has a lone surrogate at position {error.start}, which no encoding allows: remove it") from error
-        ids = self._encoder.encode(text, add_special_tokens=False).ids
+        with self._library("encode this text"):
+            ids = self._encoder.encode(text, add_special_tokens=False).ids
         if self.add_bos and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
@@ -136,52 +137,46 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """The prompt for a conversation, by the model's own chat template.
 
-        `messages` hold "role" ("system", "user", "assistant") and "content". `add_generation_prompt` ends the prompt where the answer begins.
-        Unsupported: the model has no chat template. ArgumentError: messages that the template rejects. FormatError: a template that is broken.
+        `messages` hold "role" ("system", "user", "assistant") and "content"; texts, numbers, lists and mappings. `add_generation_prompt` ends the
+        prompt where the answer begins. Raises as `Template.render` does; Unsupported: the model has no chat template.
         """
         for message in messages:
             if not isinstance(message, Mapping) or "role" not in message:
                 raise ArgumentError(f"a chat message must be a mapping with a role and a content, and this is {message!r}")
-        template = self._template
         names = {"bos_token": self._token_text("bos"), "eos_token": self._token_text("eos"), "tools": None, "documents": None}
-        try:
-            return template.render(messages=messages, add_generation_prompt=add_generation_prompt, **names)
-        except ArgumentError:
-            raise
-        except Exception as error:  # a template is a program: it may fail in any way on messages that it was not written for
-            raise ArgumentError(f"the chat template of {self._file.path} cannot render these messages ({error}): check roles and contents") from error
+        return self._template.render(messages=[dict(m) for m in messages], add_generation_prompt=add_generation_prompt, **names)
 
     @cached_property
-    def _template(self) -> Any:
-        source = self._file.get("tokenizer.chat_template")
-        if source is None:
+    def _template(self) -> Template:
+        if self._file.get("tokenizer.chat_template") is None:
             raise Unsupported(f"{self._file.path} has no chat template: write the prompt out, or use a model tuned for chat")
-        source = self._file.require("tokenizer.chat_template", str)
-        jinja2, sandbox = load_extra("jinja2"), load_extra("jinja2.sandbox")
-        # the settings, filter and globals that templates written for Hugging Face rely on
-        environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _reject
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        try:
-            return environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise self._broken(f"has a chat template that does not parse ({error})") from error
+        return Template(self._file.require("tokenizer.chat_template", str), str(self._file.path))
 
     def _build(self, split: str) -> Any:
         lib = load_extra("tokenizers")
         vocab: dict[str, int] = {}
         for index, token in enumerate(self._tokens):
             vocab.setdefault(token, index)
-        # Llama 3 keeps a word that is a token whole, even where no chain of merges leads to it
-        model = lib.models.BPE(vocab=vocab, merges=self._merges(vocab), ignore_merges=split == "llama-bpe")
-        encoder = lib.Tokenizer(model)
-        if split == "qwen2":
-            encoder.normalizer = lib.normalizers.NFC()
-        encoder.pre_tokenizer = lib.pre_tokenizers.Sequence(_SPLITS[split](lib))
+        merges = self._merges(vocab)
         special = [lib.AddedToken(self._tokens[i], special=i in self._control, normalized=False) for i in sorted(self._whole) if self._tokens[i]]
-        encoder.add_tokens(special)
+        with self._library("be made"):
+            # Llama 3 keeps a word that is a token whole, even where no chain of merges leads to it
+            encoder = lib.Tokenizer(lib.models.BPE(vocab=vocab, merges=merges, ignore_merges=split == "llama-bpe"))
+            if split == "qwen2":
+                encoder.normalizer = lib.normalizers.NFC()
+            encoder.pre_tokenizer = lib.pre_tokenizers.Sequence(_SPLITS[split](lib))
+            encoder.add_tokens(special)
         return encoder
+
+    @contextmanager
+    def _library(self, done: str) -> Iterator[None]:
+        """Around calls of the tokenizers package, which fails or panics on vocabularies that nobody thought of; a panic is not even an Exception."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise self._broken(f"has a vocabulary (tokenizer.ggml.tokens, merges) with which no tokenizer can {done} ({error})") from error
 
     def _merges(self, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
         merges = []
@@ -236,11 +231,3 @@ class StreamDecoder:
     def finish(self) -> str:
         """What is still held back, and the decoder is as new."""
         return self._decoder.decode(b"", final=True)
-
-
-def _reject(message: str) -> None:
-    raise ArgumentError(f"the chat template rejects the messages: {message}")
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)  # Jinja's own escapes HTML
