@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tools import shaders
+from tools import readme, shaders
 from wgattn.errors import Unsupported
 from wgattn.gpu.paper import PROFILES
 from wgattn.gpu.shader import SHADERS
@@ -75,6 +75,12 @@ def test_headers_list_no_option_that_nothing_has(sources):
     derived = {name for f in shaders.files() for name in re.findall(r"const (\w+)", f.text)}
     listed = {(f.path, option) for f in shaders.files() for option in f.options if option not in given | derived}
     assert not listed
+
+
+def test_the_table_of_kernels_is_up_to_date(sources):
+    path, _ = readme.BLOCKS["kernels"]
+    text = path.read_text(encoding="utf-8")
+    assert readme.updated("kernels", text, readme.kernels(sources.values())) == text, "run tools/readme.py kernels"
 
 
 # ---- the compilers

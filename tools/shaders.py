@@ -1,22 +1,25 @@
-"""The kernels in `shaders/`: what their headers promise, checked, and a table of them.
+"""The kernels in `shaders/`: every variant of them, what their headers promise and whether that holds, and a table of them.
 
-    python tools/shaders.py           # prints the table; tools/readme.py puts it into shaders/README.md
-    python tools/shaders.py --lint    # reads the headers and compiles every variant; the tests do the same
+    python tools/shaders.py        # prints the table; tools/readme.py puts it into shaders/README.md
 
-Every variant is what `wgattn.cases` makes on paper, on made-up devices of all kinds: nothing here lists kernels, parts or options by hand.
+Every variant is what `wgattn.cases` makes on paper, on made-up devices of all kinds: nothing here lists kernels, parts or options by hand. The lint is
+tests/test_shader_lint.py.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from wgattn.bench import ceilings
 from wgattn.cases import FAMILIES, TUNED
@@ -249,3 +252,59 @@ def source_faults(source: Source) -> Iterator[str]:
         name = part.path.rpartition("/")[2]
         if not any(fnmatch(name, p) for p in patterns):
             yield f"has part {name}, which no header lists"
+
+
+# ---- the table
+
+
+def patterns(names: Iterable[str]) -> list[str]:
+    """Names of parts in short: those that begin alike as one pattern."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(names):
+        groups.setdefault(name.partition("_")[0], []).append(name)
+    return [found[0] if len(found) == 1 else f"{first}_*" for first, found in groups.items()]
+
+
+def kernels_table(found: Iterable[Source]) -> list[tuple[str, str, str, str, str]]:
+    """(kernel, what it computes, workgroup memory in bytes, options, parts) of each main file; only names, no numbers."""
+    by_name: dict[str, list[Source]] = {}
+    for source in found:
+        by_name.setdefault(source.name, []).append(source)
+    rows = []
+    for name, variants in sorted(by_name.items()):
+        options: dict[str, set[str]] = {}
+        for variant in variants:
+            for option, value in variant.options.items():
+                options.setdefault(option, set()).update([str(value).lower() if isinstance(value, bool) else value] if isinstance(value, bool | str) else [])
+        told = ", ".join(f"{o} ({', '.join(sorted(values))})" if values else o for o, values in sorted(options.items()))
+        parts = ", ".join(patterns({f.path.rpartition("/")[2] for v in variants for f in parts_of(v)[1:]}))
+        memory = file(name).after("Workgroup memory") or ""
+        rows.append((name, file(name).summary, re.split(r"[.:](?:\s|$)", memory)[0], told, parts))
+    return rows
+
+
+def parts_table() -> list[tuple[str, str]]:
+    """(part, what it is for)."""
+    return [(f.path, f.summary) for f in files() if f.is_part]
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *escaped))
+
+
+HEAD = ("kernel", "what it computes", "workgroup memory, bytes", "options", "parts")
+
+
+def main() -> int:
+    console, table = Console(), Table(*HEAD, title="Kernels", title_justify="left", show_lines=True)
+    if not console.is_terminal:
+        console.width = 200
+    for row in kernels_table(sources().values()):
+        table.add_row(*row)
+    console.print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
