@@ -78,9 +78,9 @@ def attention(bench: Bench, shape: Shape, queries: int, keys: int, path: str) ->
     """Causal attention of the last `queries` positions over `keys`, in layout (1, heads, positions, D)."""
     device, rng = bench.device, bench.rng()
     p = Problem(1, shape.heads, shape.kv_heads, queries, keys, shape.dim, shape.dim, 1 / math.sqrt(shape.dim), kv_dtype=shape.kv_dtype, right=0)
-    path = choose(device.profile, p, path).path
-    if missing := PATHS[path].unsupported(device.profile, p):
+    if path != "auto" and (missing := PATHS[path].unsupported(device.profile, p)):
         raise Unsupported(missing)
+    path = choose(device.profile, p, path).path
     some = rng.standard_normal(max(4099, shape.heads * queries * shape.dim), np.float32)
     arrays = {
         name: np.roll(np.resize(some, (1, heads, length, shape.dim)), shift).astype(dtype)

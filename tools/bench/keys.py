@@ -18,9 +18,9 @@ except ImportError:  # Windows has Ctrl-C only
 
 
 @contextlib.contextmanager
-def q_interrupts() -> Iterator[bool]:
-    """Within the block, `q` interrupts the main thread. Gives whether it does: nothing is read unless stdin is a terminal and we are in its foreground."""
-    file = _terminal()
+def q_interrupts(wanted: bool) -> Iterator[bool]:
+    """Within the block, `q` interrupts the main thread, where `wanted`, stdin is a terminal and we are in its foreground. Gives whether that is so."""
+    file = _terminal() if wanted else None
     if file is None:
         yield False
         return

@@ -64,7 +64,7 @@ def run(
         report.save(json_file)
     console = _console()
     try:
-        with q_interrupts() as q_leaves, view_of(console, report, cases, q_leaves) as view:
+        with q_interrupts(console.is_terminal) as q_leaves, view_of(console, report, cases, q_leaves) as view:
             try:
                 _measure(bench, cases, report, view, json_file)
                 report.state = "complete"
@@ -105,7 +105,7 @@ def profile(
             report.save(json_file)
         with contextlib.ExitStack() as stack:
             if console.is_terminal:
-                stack.enter_context(q_interrupts())
+                stack.enter_context(q_interrupts(True))
                 stack.enter_context(console.status("Timing the dispatches of a decode step; q or Ctrl-C leaves"))
             found = profile_step(bench, depth)
         report.profile, report.state = found.json(), "complete"
