@@ -113,25 +113,33 @@ def test_inputs_are_put_back_after_the_check(bench):
     assert done == ["check", "arrange"]
 
 
+def wall_seconds(work, seconds):
+    """Of a replay, by the wall clock over many replays that are submitted one by one."""
+    device, times = work.recordings[0].device, 0
+    device.wait()
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < seconds or times < 20:
+        for _ in range(10):
+            work.recordings[times % len(work.recordings)].replay()
+            times += 1
+        device.wait()
+    return (time.perf_counter() - begin) / times
+
+
 @pytest.mark.slow
-def test_times_agree_with_the_wall_clock(device):
-    """A projection and attention, as rows say, and by the wall clock over many replays: within 10 %. Others on the machine disturb, so there are tries."""
+@pytest.mark.parametrize("what", ["projection", "attention"])
+def test_times_agree_with_the_wall_clock(device, what):
+    """Within 10 %, five times in a row by the median. What else the machine does disturbs, so it is tried for a while."""
     bench = Bench(device, quick=True)
-    for work in (gemm.projection(bench, 64, 1536, 576, "Q4_1", "exact"), attention.attention(bench, attention.Shape(8, 8, 64), 256, 256, "flash")):
-        seen = []
-        for _ in range(6):
-            said = measure.measure(bench, work).seconds
-            times = max(20, int(0.5 / said))
-            device.wait()
-            begin = time.perf_counter()
-            for i in range(times):
-                work.recordings[i % len(work.recordings)].replay()
-            device.wait()
-            seen.append((time.perf_counter() - begin) / times / said)
-            if abs(statistics.median(seen) - 1) <= 0.1 and abs(seen[-1] - 1) <= 0.1:
-                break
-        else:
-            pytest.fail(f"wall clock over what the row says: {[round(s, 2) for s in seen]}")
+    shape = attention.Shape(8, 8, 64)
+    work = gemm.projection(bench, 64, 1536, 576, "Q4_1", "exact") if what == "projection" else attention.attention(bench, shape, 256, 256, "flash")
+    ratios = []
+    for _ in range(60):
+        ratios.append(wall_seconds(work, 0.2) / measure.measure(bench, work, 0.2).seconds)
+        last = ratios[-5:]
+        if len(last) == 5 and abs(statistics.median(last) - 1) <= 0.1 and max(abs(r - 1) for r in last) <= 0.25:
+            return
+    pytest.fail(f"wall clock over what rows say: {[round(r, 2) for r in ratios]}")
 
 
 # ---- ceilings
