@@ -246,7 +246,7 @@ def check(device: Device, path: str, case: Case, inputs: Inputs, shape: object =
 # ---- the grid
 
 
-@pytest.mark.conformance(case=lambda case: case.D in (7, 40, 128))
+@pytest.mark.conformance(case=lambda case: case.D in (7, 128))
 @pytest.mark.parametrize("case", list(pruned()), ids=str)
 def test_all_paths_agree_with_the_reference(device: Device, rng, case: Case):
     inputs = Inputs.of(case, rng)
@@ -293,7 +293,7 @@ HARD = Case(5, 77, 12, 7, B=2, Hkv=2, ratio=3, mask="f32 BSn", softcap=1.5, alib
 PLAIN = Case(37, 130, 64, Hkv=1, ratio=2, dtype="f16", is_causal=True)
 
 
-@pytest.mark.conformance(variant=["gpu_shape", "gpu_shape_no_subgroup"])
+@pytest.mark.conformance(variant=["gpu_shape"])
 @pytest.mark.parametrize("path", PORTABLE_PATHS)
 @pytest.mark.parametrize("variant", ["software", "gpu_shape", "gpu_shape_no_subgroup", "gpu_shape_32_lanes", "checked"])
 def test_shapes_of_all_kinds_of_devices(devices, rng, variant: str, path: str):

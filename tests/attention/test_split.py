@@ -123,7 +123,7 @@ CASES = [(variant, *case) for variant in VARIANTS for case in GRID[variant]]
 CASES += [pytest.param(variant, *pair, marks=pytest.mark.slow) for variant in VARIANTS for pair in PAIRS if pair not in GRID[variant]]
 
 
-@pytest.mark.conformance
+@pytest.mark.conformance(variant=["gpu_shape_32_lanes"])
 @pytest.mark.parametrize(("variant", "dim", "ratio", "dtype"), CASES)
 def test_steps_over_caches(devices, rng, variant, dim, ratio, dtype):
     """One recording for each number of tokens serves all lengths."""
@@ -134,7 +134,7 @@ def test_steps_over_caches(devices, rng, variant, dim, ratio, dtype):
             check(step, rng, length, tokens if i % 2 == 0 else rng.integers(1, tokens + 1))
 
 
-@pytest.mark.conformance
+@pytest.mark.conformance(variant=["gpu_shape"], dtype=["f16"])
 @pytest.mark.parametrize("dtype", ["f32", "f16"])
 @pytest.mark.parametrize("variant", MAIN_VARIANTS)
 def test_head_dims_that_are_no_multiple_of_4(devices, rng, variant, dtype):
@@ -145,7 +145,7 @@ def test_head_dims_that_are_no_multiple_of_4(devices, rng, variant, dtype):
                 check(step, rng, length, tokens)
 
 
-@pytest.mark.conformance
+@pytest.mark.conformance(variant=["gpu_shape"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_recordings_for_short_lengths(devices, rng, variant):
     """What decides the shape is the length recorded for: below a regime's end there is one split."""
@@ -165,7 +165,7 @@ def test_gpu_shapes_split_the_keys(devices):
     assert len(Step(devices["software"], 6, 2, 8, 1, 300).recording) == 1
 
 
-@pytest.mark.conformance
+@pytest.mark.conformance(variant=["gpu_shape"], scale=[-0.5])
 @pytest.mark.parametrize("scale", [0.0, 1.0, -0.5, 0.125])
 @pytest.mark.parametrize("variant", MAIN_VARIANTS)
 def test_the_scale_may_be_given(devices, rng, variant, scale):
@@ -175,7 +175,7 @@ def test_the_scale_may_be_given(devices, rng, variant, scale):
 # ---- inputs whose outcome is known
 
 
-@pytest.mark.conformance
+@pytest.mark.conformance(variant=["gpu_shape"], dtype=["f32"])
 @pytest.mark.parametrize("dtype", ["f32", "f16"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_query_of_zero_gives_the_mean_of_the_values(devices, rng, variant, dtype):
@@ -189,7 +189,7 @@ def test_a_query_of_zero_gives_the_mean_of_the_values(devices, rng, variant, dty
             assert_close(out[token], np.repeat(mean, 3, axis=0), max_error=2e-6, variant=variant, length=length, token=token)
 
 
-@pytest.mark.conformance
+@pytest.mark.conformance(variant=["gpu_shape"], heads=[7])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (7, 1), (8, 2)])
 @pytest.mark.parametrize("variant", MAIN_VARIANTS)
 def test_each_head_reads_its_kv_head(devices, rng, variant, heads, kv_heads):
@@ -205,7 +205,7 @@ def test_each_head_reads_its_kv_head(devices, rng, variant, heads, kv_heads):
         np.testing.assert_array_equal(np.rint(out), wanted)
 
 
-@pytest.mark.conformance
+@pytest.mark.conformance(variant=["gpu_shape"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_each_token_sees_itself_and_what_came_before(devices, variant):
     """One key outweighs all others: the value tells which it was."""
@@ -221,7 +221,7 @@ def test_each_token_sees_itself_and_what_came_before(devices, variant):
         np.testing.assert_array_equal(np.rint(out), np.broadcast_to(position + np.arange(5)[:, None, None], out.shape), err_msg=f"{variant} {position}")
 
 
-@pytest.mark.conformance
+@pytest.mark.conformance(variant=["gpu_shape"], dtype=["f16"])
 @pytest.mark.parametrize("logit", [-60000.0, 60000.0])
 @pytest.mark.parametrize("dtype", ["f32", "f16"])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -240,7 +240,7 @@ def test_scores_far_from_zero(devices, rng, variant, dtype, logit):
         assert_close(out[0], np.repeat(v[:, length // 2].astype(np.float64), 3, axis=0), max_error=1e-5, **case)
 
 
-@pytest.mark.conformance
+@pytest.mark.conformance(variant=["gpu_shape"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_scores_that_fall_and_rise(devices, rng, variant):
     """Scores in steps of 10 up and down: the running maximum must carry over between rounds, teams and splits."""

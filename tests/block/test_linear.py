@@ -142,7 +142,7 @@ def shapes(kind: str) -> list[int]:
     return [32, 96, 576, 5, 17, 100] if kind in ("F32", "F16") else [32, 96, 576]
 
 
-@pytest.mark.conformance
+@pytest.mark.conformance(variant=["gpu_shape"], tokens=[1], kind=["F32", "Q4_0", "Q8_0"])
 @pytest.mark.parametrize("tokens", [1, 64])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", MAIN_VARIANTS)
@@ -161,7 +161,7 @@ def test_formats_and_shapes(devices, rng, variant, kind, tokens):
                     run(devices[variant], rng, Case(kind, rows, columns, tokens, count, norm, bias))
 
 
-@pytest.mark.conformance
+@pytest.mark.conformance(variant=["gpu_shape"], kind=["BF16", "Q6_K"])
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind not in KINDS])
 @pytest.mark.parametrize("variant", MAIN_VARIANTS)
 def test_the_other_formats(devices, rng, variant, kind):
@@ -173,7 +173,7 @@ def test_the_other_formats(devices, rng, variant, kind):
             run(devices[variant], rng, Case(kind, rows, columns, 5, 3 + blocks // 2, norm=blocks == 3))
 
 
-@pytest.mark.conformance
+@pytest.mark.conformance(variant=["gpu_shape_no_subgroup", "small_binding"], tokens=[1])
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("variant", OTHER_VARIANTS)
 def test_formats_and_shapes_on_other_devices(devices, rng, variant, tokens):
@@ -185,7 +185,6 @@ def test_formats_and_shapes_on_other_devices(devices, rng, variant, tokens):
             run(devices[variant], rng, Case(kind, rows, columns, tokens, min(tokens, 1 + i), norm=bool(i % 2), bias=bool(i // 2 % 2)))
 
 
-@pytest.mark.conformance
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind not in KINDS])
 @pytest.mark.parametrize("variant", MAIN_VARIANTS)
 def test_formats_with_parts_of_their_own(devices, rng, variant, kind):
@@ -194,7 +193,7 @@ def test_formats_with_parts_of_their_own(devices, rng, variant, kind):
         run(devices[variant], rng, Case(kind, rows, columns, 1, 1, norm=True, bias=True))
 
 
-@pytest.mark.conformance
+@pytest.mark.conformance(variant=["gpu_shape"], tokens=[5])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5])
 @pytest.mark.parametrize("variant", MAIN_VARIANTS)
 def test_recordings_for_a_few_tokens(devices, rng, variant, tokens):
@@ -207,7 +206,7 @@ def test_recordings_for_a_few_tokens(devices, rng, variant, tokens):
 OUTPUTS = ["store", "add", "swiglu", "silu_mul"]
 
 
-@pytest.mark.conformance
+@pytest.mark.conformance(variant=["gpu_shape"])
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_outputs(devices, rng, variant, output):
@@ -219,7 +218,7 @@ def test_outputs(devices, rng, variant, output):
             run(devices[variant], rng, Case(kind, rows, 96, tokens, count, norm=turn % 2 == 0, bias=turn // 2 % 2 == 0, output=output))
 
 
-@pytest.mark.conformance
+@pytest.mark.conformance(memory=[16384])
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("memory", [16384, 32768])
 def test_tiles_for_many_tokens(devices, rng, memory, output):
@@ -282,7 +281,7 @@ def test_the_norm_of_tiny_and_large_activations(device: Device, rng):
     np.testing.assert_array_equal(after[0], given["bias"])
 
 
-@pytest.mark.conformance
+@pytest.mark.conformance(variant=["gpu_shape"])
 @pytest.mark.parametrize("kind", ["F16", "Q5_0"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_last_token_only(devices, rng, variant, kind):
@@ -446,7 +445,7 @@ def run_qkv(device: Device, rng: np.random.Generator, g: Heads, tokens: int, cou
         assert_close(held[:, mine].swapaxes(0, 1), wanted, max_error=bound + rounding, max_nmse=1e-6 if half else nmse_limit(wanted), what=name, **place)
 
 
-@pytest.mark.conformance
+@pytest.mark.conformance(variant=["gpu_shape"], name=["partly rotated, halves", "three formats"])
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("variant", MAIN_VARIANTS)
 def test_qkv(devices, rng, variant, name):
@@ -457,7 +456,7 @@ def test_qkv(devices, rng, variant, name):
         run_qkv(devices[variant], rng, HEADS[name], 5, 3, 30, 35)
 
 
-@pytest.mark.conformance
+@pytest.mark.conformance(variant=["gpu_shape_no_subgroup"])
 @pytest.mark.parametrize("variant", OTHER_VARIANTS)
 def test_qkv_on_other_devices(devices, rng, variant):
     for i, name in enumerate(HEADS):

@@ -9,7 +9,6 @@ from wgattn.llm.llama import Llama
 
 
 @pytest.mark.gpu
-@pytest.mark.conformance
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
 def test_135m_shape_gives_the_references_logits_and_greedy_tokens(tmp_path, kind):
     path = tmp_path / "model.gguf"
