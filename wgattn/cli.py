@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import __version__
+from .attention.kv_format import KV_FORMATS
 from .commands import bench as bench_command
 from .commands import selftest as selftest_command
 from .commands import tune as tune_command
@@ -133,7 +134,7 @@ def _add_generate_options(parser: argparse.ArgumentParser) -> None:
     top_p = _number(float, lambda p: 0 < p <= 1, "above 0 and at most 1")
     add("--top-p", type=top_p, default=1.0, metavar="P", help="sample among the likeliest tokens that together have the probability P (default 1)")
     add("--seed", type=_natural, metavar="N", help="makes sampling repeatable")
-    add("--kv-dtype", choices=["f16", "f32"], default="f16", help="how the KV cache is stored (default f16)")
+    add("--kv-dtype", type=str.lower, choices=list(KV_FORMATS), default="f16", help="how the KV cache is stored (default f16)")
     add("--capacity", type=_count, metavar="N", help="positions in the KV cache (default: what prompt and new tokens need, at least 512)")
     add("--logits", action="store_true", help="with --json: the five largest logits of the first step, as [id, logit, text]")
 

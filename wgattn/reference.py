@@ -45,6 +45,31 @@ def linear_int8(x: Array, weight: Array, bias: Array | None = None, gamma: Array
     return y if bias is None else y + np.asarray(bias, np.float64)
 
 
+def kv_stored(x: Array, kv_dtype: str) -> Array:
+    """x (..., D) as a KV cache gives it back: "f32", "f16", or GGUF's "q8_0" or "q4_0", 32 channels to a scale, the last block filled with zeros.
+
+    As in ggml's reference: codes are computed in float32 from the scale before it becomes float16. What float16 cannot hold, or a float16 scale
+    cannot reach, saturates.
+    """
+    x = np.asarray(x, np.float32)
+    if kv_dtype in ("f32", "f16"):
+        return (x if kv_dtype == "f32" else x.clip(-65504, 65504).astype(np.float16)).astype(np.float64)
+    most = np.float32({"q8_0": 127, "q4_0": 8}[kv_dtype])
+    blocks = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 32)]).reshape(*x.shape[:-1], -1, 32).clip(-65504 * most, 65504 * most)
+    if kv_dtype == "q8_0":
+        scale = np.abs(blocks).max(-1, keepdims=True) / most
+    else:
+        scale = np.take_along_axis(blocks, np.abs(blocks).argmax(-1, keepdims=True), -1) / -most
+    tiny = np.abs(scale) <= 1e-37
+    codes = blocks * np.where(tiny, 0, 1 / np.where(tiny, 1, scale))
+    if kv_dtype == "q8_0":
+        down = np.floor(np.abs(codes))
+        codes = np.sign(codes) * (down + np.floor(2 * (np.abs(codes) - down)))
+    else:
+        codes = np.minimum(np.floor(codes + np.float32(8.5)), 15) - 8
+    return (codes.astype(np.float64) * scale.astype(np.float16)).reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
+
+
 def silu(x: Array) -> Array:
     """x / (1 + e^-x)."""
     x = np.asarray(x, np.float64)

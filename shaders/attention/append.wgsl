@@ -1,30 +1,24 @@
 // Put new keys and values behind those of the cache, converting as it stores them.                          attention/kv_cache.py
-// Each invocation copies four channels of one key or value.   Workgroup memory: none.
-// Options: HEAD_DIM, VALUE_DIM, WORKGROUP; parts: step, rows_* as new_keys and new_values, store_vec4_* as keys and values.
+// Each invocation takes a unit of one key or value: four channels, or eight where they are quantised.   Workgroup memory: none.
+// Options: HEAD_DIM, VALUE_DIM, WORKGROUP; parts: step, rows_* as new_keys and new_values, kv_append and store_vec4_*, or kv_append_blocks, kv_encode
+// and kv_encode_*, as keys and values.
 
-struct Params { batch: u32, kv_heads: u32, capacity: u32, rows: u32 }
+struct Params { batch: u32, kv_heads: u32, room: u32, rows: u32, scales: u32 }
 
-var<uniform> params: Params;                     // rows: positions between two sequences of the new keys
-
-const WIDTH = (HEAD_DIM + 3u) / 4u;
-const VALUE_WIDTH = (VALUE_DIM + 3u) / 4u;
+var<uniform> params: Params;                     // room: positions between two heads; rows: positions between two sequences of the new keys
 
 override WORKGROUP: u32 = 64;
 
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>, @builtin(local_invocation_index) index: u32) {
-  let i = (group.x + group.y * groups.x) * WORKGROUP + index;   // linear: (batch, new position, KV head, WIDTH then VALUE_WIDTH)
-  let c = i % (WIDTH + VALUE_WIDTH);
-  let row = i / (WIDTH + VALUE_WIDTH);
+  let i = (group.x + group.y * groups.x) * WORKGROUP + index;   // linear: (batch, new position, KV head, units of keys then of values)
+  let c = i % (keys_UNITS + values_UNITS);
+  let row = i / (keys_UNITS + values_UNITS);
   let h = row % params.kv_heads;
   let t = row / params.kv_heads % step.count;
   let b = row / params.kv_heads / step.count;
   if (b >= params.batch) { return; }
   let source = (b * params.rows + t) * params.kv_heads + h;
-  let place = (b * params.kv_heads + h) * params.capacity + step.position + t;
-  if (c < WIDTH) {
-    keys_store(place * WIDTH * 4u, c, new_keys_load(source * HEAD_DIM, c));
-  } else {
-    values_store(place * VALUE_WIDTH * 4u, c - WIDTH, new_values_load(source * VALUE_DIM, c - WIDTH));
-  }
+  let place = (b * params.kv_heads + h) * params.room + step.position + t;
+  if (c < keys_UNITS) { keys_append(place, source, c); } else { values_append(place, source, c - keys_UNITS); }
 }

@@ -2,7 +2,7 @@
 //                                                                        reference.apply_rope, rms_norm
 // One workgroup a head of a token, heads of Q, K and V one after the other; each invocation takes two pairs and writes
 // where it read. With QK_NORM all read their head before any of them writes.
-// Workgroup memory: none.
+// Workgroup memory: that of cache_store_*.
 // Options: HEADS, KV_HEADS, HEAD_DIM, ROTARY, PAIR_DISTANCE, QK_NORM, ROWS = 4, QUADS = 1, WORKGROUP = HEAD_DIM / 4; parts: step, output_qkv, cache_store_*.
 
 struct Params { rows: u32, first_row: u32, y_stride: u32, kv_stride: u32, eps: f32 }
@@ -51,4 +51,5 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     }
   }
   output_quad(head * HEAD_DIM + r, token, v);
+  output_end(head * HEAD_DIM, token, index);
 }

@@ -41,9 +41,9 @@ def test_copies_are_float32_of_the_first_positions(device: Device, rng, dtype):
     np.testing.assert_array_equal(cache.k(7), written["k"].astype(np.float32))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bf16", "F16", "", None])
+@pytest.mark.parametrize("dtype", ["float32", "bf16", "q8", "Q8_1", "", None])
 def test_another_dtype_is_refused(device: Device, dtype):
-    with pytest.raises(ArgumentError, match="stored as f32 or f16, not"):
+    with pytest.raises(ArgumentError, match="stored as f32, f16, q8_0 or q4_0, not"):
         KVCache(device, 1, 4, 4, dtype)
 
 

@@ -349,7 +349,7 @@ def test_unfused_gives_the_same(rng):
         ({}, {"head_dim": 18, "rope": None}, Unsupported, "Head dim 18 and rotary dim 0 must be multiples of 4"),
         ({}, {"rope": Rope(dim=6)}, Unsupported, "rotary dim 6 must be multiples of 4"),
         ({}, {"rope": Rope(dim=20)}, ShapeError, "RoPE rotates 20 channels; heads have 16"),
-        ({}, {"kv_dtype": "f64"}, ArgumentError, "f32 or f16, not 'f64'"),
+        ({}, {"kv_dtype": "f64"}, ArgumentError, "f32, f16, q8_0 or q4_0, not 'f64'"),
         ({}, {"capacity": 0}, ArgumentError, "capacity is 0"),
         ({}, {"capacity": 1 << 30}, CapacityError, "positions"),
         ({}, {"arithmetic": "int4"}, ArgumentError, "no arithmetic 'int4'"),

@@ -425,7 +425,7 @@ def run_qkv(device: Device, rng: np.random.Generator, g: Heads, tokens: int, cou
             given,
             state,
             outputs,
-            parts=(cache.store_part,),
+            parts=cache.format.cache_parts,
             options=options,
             first_row=first,
             y_stride=g.heads * g.dim,
@@ -496,7 +496,7 @@ def test_what_f16_cannot_hold_is_clamped(device: Device, rng):
     matrix = Matrix(device, QuantizedTensor(weights, weights.shape, "F32"), 4)
     given = {"x": x, "gamma": None, "bias": None}
     state.write(0, [0])
-    record(device, matrix, case, given, state, outputs, parts=(cache.store_part,), options=options, y_stride=dim).replay()
+    record(device, matrix, case, given, state, outputs, parts=cache.format.cache_parts, options=options, y_stride=dim).replay()
     assert cache.v(1)[0, 0].tolist() == [65504, -65504, 65504, -65504, 1, 0, 65504, -65504]
     assert cache.k(1)[0, 0].tolist() == [65504, -65504, 65504, -65504, 1, 0, 65504, -65504]  # position 0: not turned
     assert not untouched(cache.keys.numpy()).any()

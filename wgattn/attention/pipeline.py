@@ -17,6 +17,7 @@ from .arguments import FLOATS, checked_mask, checked_softcap, checked_window, fi
 from .choose import choose
 from .functional import record_pack
 from .kv_cache import KVCache
+from .kv_format import kv_format
 from .paths import PATHS
 from .problem import Operands, Problem, Rows, packs_output
 
@@ -29,7 +30,8 @@ class AttentionPipeline:
     Args:
         num_heads, num_kv_heads, head_dim: H, Hkv, D; H must be a multiple of Hkv. Query head h reads KV head h // (H // Hkv).
         batch: sequences; all have the same length.
-        kv_dtype: "f32" or "f16", how keys and values are stored.
+        kv_dtype: how keys and values are stored: "f32", "f16", or as GGUF's "q8_0" or "q4_0", 32 channels to an f16 scale; in any case. The last
+            block of a head dim that is no multiple of 32 is filled up.
         capacity: positions there is room for at first; growth: positions added when they run out (0: refuse instead).
         scale: default 1 / sqrt(D). softcap, window_size, path: as in `scaled_dot_product_attention`.
         device: default: `default_device()`.
@@ -83,7 +85,7 @@ class AttentionPipeline:
             head_dim=head_dim,
             value_dim=head_dim,
             scale=finite("scale", 1 / math.sqrt(head_dim) if scale is None else scale),
-            kv_dtype=kv_dtype,
+            kv_dtype=kv_format(kv_dtype).name,
             left=left,
             right=right,
             softcap=self._options["softcap"],
@@ -91,7 +93,7 @@ class AttentionPipeline:
         )
         self._path = path
         self._choose(self._problem)
-        self._use(KVCache(self.device, num_kv_heads, head_dim, capacity, kv_dtype, batch=batch))
+        self._use(KVCache(self.device, num_kv_heads, head_dim, capacity, self._problem.kv_dtype, batch=batch))
 
     @property
     def capacity(self) -> int:

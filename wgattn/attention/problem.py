@@ -8,6 +8,7 @@ from typing import Any
 
 from ..gpu import Kernel, Part, Recording, Tensor
 from ..gpu.shader import Option
+from .kv_format import kv_format
 
 OPEN = 2**29
 """`left` or `right` of a window that is open on that side."""
@@ -33,6 +34,7 @@ class Problem:
     dtype: str = "f32"
     """Storage of queries and outputs, "f32" or "f16"."""
     kv_dtype: str = "f32"
+    """One of KV_FORMATS; the quantised ones for rows of a `KVCache`."""
     mask: str = "none"
     """How the mask is stored: one of MASKS."""
     left: int = OPEN
@@ -82,12 +84,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a tensor by batch, head and position; strides in elements."""
+    """Rows of a tensor by batch, head and position; strides in elements. scales: the word where those of a quantised KV cache begin."""
 
     tensor: Any
     batch: int
     head: int
     row: int
+    scales: int = 0
 
     @classmethod
     def of(cls, tensor: Tensor, layout: str) -> Rows:
@@ -144,10 +147,11 @@ def params(problem: Problem, operands: Operands, splits: int = 1) -> dict[str, f
         for letter, rows in (("q", o.query), ("k", o.keys), ("v", o.values), ("o", o.out))
         for axis in ("batch", "head", "row")
     }
+    scales = {"k_scales": o.keys.scales, "v_scales": o.values.scales}
     mask = dict(zip(("mask_batch", "mask_head", "mask_row", "mask_column"), o.mask_strides, strict=True))
     sizes = {"batch": p.batch, "heads": p.num_heads, "kv_heads": p.num_kv_heads, "queries": p.queries, "keys": p.keys}
     rule = {"left": p.left, "right": p.right, "bottom_right": int(p.bottom_right), "scale": p.scale, "softcap": p.softcap}
-    return {**sizes, **strides, **mask, "mask_first": o.mask_first, **rule, "splits": splits}
+    return {**sizes, **strides, **scales, **mask, "mask_first": o.mask_first, **rule, "splits": splits}
 
 
 def rows_part(problem: Problem, name: str) -> Part:
@@ -156,9 +160,8 @@ def rows_part(problem: Problem, name: str) -> Part:
         return Part.of("parts/rows_in_place", name=name, target="out")
     width = "VALUE_DIM" if name == "values" else "HEAD_DIM"
     dim = problem.value_dim if name == "values" else problem.head_dim
-    aligned = dim % 4 == 0
-    dtype = problem.dtype if name == "query" else problem.kv_dtype
-    return Part.of(f"parts/rows_{'vec4' if aligned else 'any'}_{dtype}", name=name, width=width)
+    stored = kv_format(problem.dtype if name == "query" else problem.kv_dtype)
+    return stored.load_part(name, width, dim, f"params.{name[0]}_scales")
 
 
 def base_parts(problem: Problem) -> list[str | Part]:

@@ -107,8 +107,7 @@ class QkvProjection:
         self.gamma = device.tensor(pad_vector(weights["norm"]))
         orders = [pair_order(rope, geometry.num_heads, geometry.head_dim), pair_order(rope, geometry.num_kv_heads, geometry.head_dim), None]
         self.head_gamma = head_gamma(device, weights, geometry, rope)
-        unit = 4 if self.head_gamma is None else geometry.head_dim
-        self.matrices = _stack_by_kind(device, [weights["wq"], weights["wk"], weights["wv"]], orders, unit)
+        self.matrices = _stack_by_kind(device, [weights["wq"], weights["wk"], weights["wv"]], orders, geometry.head_dim)
         self.bias = _stack_bias(device, weights, orders)
 
     @property
@@ -116,8 +115,15 @@ class QkvProjection:
         return sum(m.nbytes for m, _ in self.matrices) + sum(t.nbytes for t in (self.gamma, self.bias, self.head_gamma) if t is not None)
 
     def record(self, recording: Recording, cache: KVCache, state: Mapping[str, Any], tokens: int) -> None:
-        """Append the dispatches: `query` of the state and the tokens' rows of the cache. State as for `AttentionBlock`."""
+        """Append the dispatches: `query` of the state and the tokens' rows of the cache. State as for `AttentionBlock`.
+
+        32 channels of a quantised cache share a scale. For one token a workgroup computes a whole head and quantises it; for more, tiles are better
+        for the projection, and one more dispatch appends the rows that it leaves.
+        """
         g = self.geometry
+        quantised = cache.format.quantised
+        later = quantised and tokens > 1
+        keys, values = (state["new_keys"], state["new_values"]) if later else (cache.keys, cache.values)
         for matrix, first_row in self.matrices:
             record_linear(
                 recording,
@@ -125,8 +131,9 @@ class QkvProjection:
                 step=state["step"],
                 x=state["h"],
                 output="qkv",
-                outputs={"rope": state["rope"], "query": state["query"], "keys": cache.keys, "values": cache.values},
-                parts=(cache.store_part,),
+                outputs={"rope": state["rope"], "query": state["query"], "keys": keys, "values": values},
+                parts=("cache_store_rows",) if later else cache.format.cache_parts,
+                whole_heads=quantised and not later,
                 options={**g.kernel_options, **rope_options(self.rope)},
                 tokens=tokens,
                 y_stride=state["query"].shape[1],
@@ -136,8 +143,10 @@ class QkvProjection:
                 bias=self.bias,
                 head_gamma=self.head_gamma,
                 arithmetic=resolve(recording.device, matrix, tokens, self.arithmetic),
-                label="norm, QKV, RoPE, KV append",
+                label="norm, QKV, RoPE" if later else "norm, QKV, RoPE, KV append",
             )
+        if later:
+            cache.record_append(recording, step=state["step"], keys=keys, values=values, rows=tokens, dtype="f32")
 
 
 class AttentionBlock:

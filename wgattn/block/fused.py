@@ -36,7 +36,7 @@ class FusedAttention:
             Matrices are arrays (float32, float64, float16, bfloat16) or `QuantizedTensor`, in any mix of kinds.
         num_heads, num_kv_heads, head_dim: H, Hkv, D. H must be a multiple of Hkv; query head h reads KV head h // (H // Hkv).
         rope: a `Rope`, or None for no rotation.
-        kv_dtype: "f32" or "f16", how the cache is stored; capacity: positions it has room for.
+        kv_dtype: how the cache is stored, as in `AttentionPipeline`; capacity: positions it has room for.
         arithmetic: "exact" computes in float32; "int8" rounds activations to int8 too, where a matrix is quantised; "half" may round to f16 where many
             tokens can then use matrix units (backend "dawn"); "auto" measures which is quickest.
         fused: False runs the same layer in eight dispatches, for comparison.
@@ -227,7 +227,7 @@ def attention_steps(block: Any, cache: KVCache, table: Tensor | None, width: int
 
     def record(recording: Recording, state: Mapping[str, Any], tokens: int, limit: int) -> None:
         if tokens not in scratch:
-            scratch[tokens] = allocate(device, attention_buffers(width, g.num_heads, g.num_kv_heads, g.head_dim, tokens, fused))
+            scratch[tokens] = allocate(device, attention_buffers(width, g.num_heads, g.num_kv_heads, g.head_dim, tokens, fused, cache.dtype))
         attention = ChosenAttention(device.profile, g, tokens, min(limit, cache.capacity), block.arithmetic)
         attended = scratch[tokens].get("attended", scratch[tokens]["query"])
         block.record(recording, attention, cache, {**state, **scratch[tokens], "attended": attended, "rope": rope}, tokens)

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
+from ..attention.kv_format import kv_format
 from ..errors import ArgumentError, CapacityError
 from ..gpu import DeviceProfile
 from .linear import padded
@@ -16,11 +17,17 @@ from .linear import padded
 Shapes = dict[str, tuple[int, int]]
 
 
-def attention_buffers(embed: int, num_heads: int, num_kv_heads: int, head_dim: int, tokens: int, fused: bool = True) -> Shapes:
-    """Scratch of the attention half, float32, by name; `attended` is `query` where fused: outputs replace the queries. Without split-K partials."""
+def attention_buffers(
+    embed: int, num_heads: int, num_kv_heads: int, head_dim: int, tokens: int, fused: bool = True, kv_dtype: str = "f32"
+) -> Shapes:
+    """Scratch of the attention half, float32, by name; `attended` is `query` where fused: outputs replace the queries. Without split-K partials.
+
+    A quantised cache takes the rows of several tokens in a dispatch of their own, before which they wait in `new_keys` and `new_values`.
+    """
     query = (tokens, padded(num_heads * head_dim))
     if fused:
-        return {"query": query}
+        waiting = ("new_keys", "new_values") if kv_format(kv_dtype).quantised and tokens > 1 else ()
+        return {"query": query, **dict.fromkeys(waiting, (tokens, num_kv_heads * head_dim))}
     new, row = (tokens, padded(num_kv_heads * head_dim)), (tokens, padded(embed))
     return {"normed": row, "query": query, "new_keys": new, "new_values": new, "attended": query, "projected": row}
 
@@ -113,6 +120,7 @@ def memory_report(
     head_dim: int = 64,
     intermediate: int | None = None,
     splits: int = 1,
+    kv_dtype: str = "f32",
 ) -> MemoryReport:
     """What fusing a transformer block saves in activations, in the bytes of the buffers that our fused and unfused recordings allocate.
 
@@ -120,6 +128,7 @@ def memory_report(
         hidden: E. layers: of the model. seq_len: tokens of a prefill that is computed at once.
         num_heads: default hidden / head_dim; num_kv_heads: default half of that; intermediate: I of the MLP, default 4 * hidden.
         splits: parts that decode attention divides its keys into; their partial results are memory that fusion does not save.
+        kv_dtype: how the cache is stored: a quantised one costs a prefill a copy of its keys and values.
 
     The prefill rows count what the original operator keeps besides: a head-major copy of the attended heads, and, in the row that says so, a
     matrix of scores and one of probabilities. "whole model" compares every layer having buffers of its own with one set that all layers share.
@@ -131,10 +140,11 @@ def memory_report(
     for name, number in (numbers | {"intermediate": intermediate, "splits": splits}).items():
         if int(number) != number or number < 1:
             raise ArgumentError(f"{name} is {number}; it must be a whole number of at least 1.")
-    sizes = (hidden, num_heads, num_kv_heads, head_dim)
+    sizes, T = (hidden, num_heads, num_kv_heads, head_dim), seq_len
     attention = {fused: nbytes(attention_buffers(*sizes, 1, fused)) for fused in (False, True)}
+    prompt = nbytes(attention_buffers(*sizes, T, True, kv_dtype))
     mlp = {fused: nbytes(mlp_buffers(hidden, intermediate, 1, fused)) for fused in (False, True)}
-    stream, T = 4 * padded(hidden), seq_len
+    stream = 4 * padded(hidden)
     partials = partial_bytes(num_heads, head_dim, splits)
     copied = T * (attention[False] + 4 * padded(num_heads * head_dim))
     scores = 2 * 4 * num_heads * T * T
@@ -143,8 +153,8 @@ def memory_report(
         *([Saving(f"decode, attention half, {splits} splits", attention[False], attention[True] + partials)] if splits > 1 else []),
         Saving("decode, whole layer", attention[False] + stream + mlp[False], attention[True] + mlp[True]),
         Saving("decode, attention half, whole model", layers * attention[False], attention[True]),
-        Saving(f"prefill of {T}, attention half", copied, T * attention[True]),
-        Saving(f"prefill of {T}, attention half with scores", copied + scores, T * attention[True]),
+        Saving(f"prefill of {T}, attention half", copied, prompt),
+        Saving(f"prefill of {T}, attention half with scores", copied + scores, prompt),
         Saving(f"prefill of {T}, MLP half", T * (stream + mlp[False]), T * (stream + mlp[True])),
     ]
     buffers = {

@@ -39,7 +39,7 @@ class UnfusedAttentionBlock:
             "block/rope_append",
             "step",
             "block/parts/output_qkv",
-            cache.store_part,
+            *cache.format.cache_parts,
             **g.kernel_options,
             **rope_options(self.rope),
             QK_NORM=self.head_gamma is not None,

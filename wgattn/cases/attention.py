@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import reference
 from ..attention.functional import scaled_dot_product_attention
-from ..attention.kv_cache import KV_DTYPES
+from ..attention.kv_format import KV_FORMATS
 from ..attention.merge import merge_state
 from ..attention.paths import PATHS, PORTABLE_PATHS
 from ..attention.pipeline import AttentionPipeline
@@ -24,6 +24,8 @@ from .family import Family, Result, once
 _DTYPES = {"f32": np.float32, "f16": np.float16}
 _ERROR: dict[str, dict[str, float]] = {"f32": {"absolute": 2e-5}, "f16": {"absolute": 2e-4, "relative": 1e-3}}
 """Of values around 1, by how the result is stored."""
+_KEPT: dict[str, dict[str, float]] = {"f32": {"absolute": 0.0}, "f16": {"absolute": 1e-7, "relative": 1e-3}, "q8_0": {"nmse": 1e-6}, "q4_0": {"nmse": 1e-4}}
+"""Of what a cache keeps: WGSL leaves open which way f16 is rounded, and the last bit of a division, which may decide between two codes."""
 _MATRIX_UNITS = {"absolute": 5e-3, "relative": 2e-3}
 """Of paths that round everything to f16."""
 _SIGHT = {
@@ -126,13 +128,16 @@ def _cached(
         else:
             given, known = _mask(device, rng, mask, (positions, pipe.length + positions))
             out = pipe.prefill(q, k, v, given)
-        keys, values = (np.concatenate([h[i] for h in history], 1).swapaxes(1, 2).astype(KV_DTYPES[kv_dtype]) for i in (0, 1))
+        keys, values = pipe.cache.k(pipe.length)[None], pipe.cache.v(pipe.length)[None]  # what is kept is looked at below
 
         def expected(q: np.ndarray = q, keys: np.ndarray = keys, values: np.ndarray = values, known: Any = known) -> np.ndarray:
             out, _ = reference.attention(q.swapaxes(1, 2), keys, values, known, is_causal=True, softcap=softcap, window_size=window)
             return out.swapaxes(1, 2)
 
         yield Result(f"out of {positions} at {pipe.length - positions}", out, expected, **_close(path, dtype))
+    for name, copy, i in (("keys", pipe.cache.k, 0), ("values", pipe.cache.v, 1)):
+        given = np.concatenate([h[i] for h in history], 1)[0].swapaxes(0, 1)
+        yield Result(name, copy(pipe.length), lambda given=given: reference.kv_stored(given, kv_dtype), **_KEPT[kv_dtype])
 
 
 def _merge(device: Device, rng: np.random.Generator, *, first: str, second: str, width: int) -> Iterator[Result]:
@@ -214,7 +219,7 @@ CACHED = Family(
     "KV cache",
     {
         "path": tuple(PATHS),
-        "kv_dtype": tuple(KV_DTYPES),
+        "kv_dtype": tuple(KV_FORMATS),
         "dtype": tuple(_DTYPES),
         "head_dim": (64, 37),
         "heads": ((6, 2), (2, 2)),
@@ -230,5 +235,5 @@ MERGE = Family("merge_state", {"first": tuple(_DTYPES), "second": tuple(_DTYPES)
 SCORES = Family(
     "attention_scores", {"stage": STAGES, "mask": MASKS, "head_dim": (64, 37), "dtype": tuple(_DTYPES)}, _scores, rows=("stage",)
 )
-TILES = Family("tiles", {"path": ("flash", "gemm"), "candidate": tuple(range(64)), "kv_dtype": tuple(KV_DTYPES)}, _tiles, rows=("path",))
+TILES = Family("tiles", {"path": ("flash", "gemm"), "candidate": tuple(range(64)), "kv_dtype": tuple(_DTYPES)}, _tiles, rows=("path",))
 FAMILIES = (FUNCTION, CACHED, MERGE, SCORES)

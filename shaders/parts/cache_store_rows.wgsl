@@ -1,0 +1,7 @@
+// The step's new keys and values as they are, for writing two channels at a time: a KV append takes them from there.
+var<storage, read_write> keys: array<vec2<f32>>;     // (tokens, KV_HEADS, HEAD_DIM) f32
+var<storage, read_write> values: array<vec2<f32>>;   // (tokens, KV_HEADS, HEAD_DIM) f32
+fn cache_row(head: u32, position: u32) -> u32 { return ((position - step.position) * KV_HEADS + head) * (HEAD_DIM / 2u); }
+fn keys_store(i: u32, v: vec2<f32>) { keys[i] = v; }
+fn values_store(i: u32, v: vec2<f32>) { values[i] = v; }
+fn output_end(first_row: u32, token: u32, index: u32) {}
