@@ -121,12 +121,15 @@ def compare(result: Result) -> Difference:
     if not got.size:
         return Difference(0.0, result.absolute, result.what)
     if result.nmse is not None:
-        found = float(((got - expected) ** 2).sum() / max(float((expected**2).sum()), 1e-30))
+        with np.errstate(invalid="ignore"):
+            found = float(((got - expected) ** 2).sum() / max(float((expected**2).sum()), 1e-30))
         return Difference(found if np.isfinite(found) else math.inf, result.nmse, f"NMSE of {result.what}")
     with np.errstate(invalid="ignore"):
         error = np.where(got == expected, 0.0, np.abs(got - expected))
     error = np.where(np.isfinite(error), error, math.inf)
     allowed = result.absolute + result.relative * np.where(np.isfinite(expected), np.abs(expected), 0.0)
-    at = np.unravel_index((error / allowed).argmax(), error.shape)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = np.where(error == 0, 0.0, error / allowed)
+    at = np.unravel_index(share.argmax(), error.shape)
     place = f"{result.what}{tuple(map(int, at))} is {got[at]:.8g}, should be {expected[at]:.8g}"
     return Difference(float(error[at]), float(allowed[at]), place)

@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from ..cases import FAMILIES
 from ..cases.family import Choice, Difference, Family, compare
@@ -166,7 +167,7 @@ def _table(rows: list[Row], device: Device) -> Table:
     colours = {"pass": "green", "fail": "bold red", "not available": "yellow"}
     for r in rows:
         numbers = (str(r.cases), f"{r.worst_error:.1e}", f"{r.allowed_error:.1e}", f"{r.ms:.0f}") if r.cases else ("", "", "", "")
-        table.add_row(r.name, *numbers, f"[{colours[r.status]}]{r.status}[/]")
+        table.add_row(r.name, *numbers, Text(r.status, colours[r.status]))
     return table
 
 
