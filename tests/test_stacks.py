@@ -47,10 +47,10 @@ def run_here(tmp_path, monkeypatch):
     """run_here(text) runs the tests of a text, with this project's conftest.py, as a stack does."""
     monkeypatch.setattr(stacks, "find_adapter", lambda stack, environment: "")
 
-    def run(text: str, limit_s: float = 120) -> Outcome:
+    def run(text: str, timeout_s: float = 120, limits: str = "") -> Outcome:
         path = tmp_path / "test_written.py"
         path.write_text("import os, pytest, time\nfrom tests.helpers import not_available\nfrom wgattn.errors import *\n" + text, encoding="utf-8")
-        return stacks.run(HERE, limit_s, ["-c", str(ROOT / "pyproject.toml"), "-p", "tests.conftest", "-p", "no:randomly", str(path)])
+        return stacks.run(HERE, timeout_s, ["-c", str(ROOT / "pyproject.toml"), "-p", "tests.conftest", "-p", "no:randomly", str(path)], limits)
 
     return run
 
@@ -122,11 +122,9 @@ def test_other(device): raise CapacityError("That takes 2000000 bytes; the devic
 """
 
 
-def test_a_lowered_limit_may_be_refused_by_name(run_here, monkeypatch):
+def test_a_lowered_limit_may_be_refused_by_name(run_here):
     """By a typed error that holds the limit; any other is a failure."""
-    monkeypatch.setattr(stacks, "LEFT_OUT", ("WGATTN_ADAPTER",))
-    monkeypatch.setenv("WGATTN_LIMITS", "max-storage-buffer-binding-size=1048576 shader-f16=0")
-    outcome = run_here(LIMITED)
+    outcome = run_here(LIMITED, limits="max-storage-buffer-binding-size=1048576 shader-f16=0")
     (family,) = outcome.families.values()
     assert (family.refused, family.failed) == (3, 1)
     assert [test.partition("::")[2] for test, _ in outcome.failures] == ["test_other"]
@@ -244,7 +242,7 @@ def test_the_readmes_rows():
     ([None], ["--require"], 1),
 ])  # fmt: skip
 def test_exit_codes_and_json(monkeypatch, tmp_path, capsys, outcomes, options, code):
-    def run(stack, limit_s, pytest_options):
+    def run(stack, timeout_s, pytest_options, limits):
         (family,) = outcomes
         if family is None:
             return Outcome(stack.name, "2030-01-01", missing="no GPU")

@@ -36,8 +36,6 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- stacks: begin, written by tools/stacks.py -->\n", "<!-- stacks: end -->\n"
 BACKENDS = {"wgpu": "wgpu", "dawn": "wgpudawn"}
 """WGATTN_BACKEND, and the package that it needs."""
-LEFT_OUT = ("WGATTN_ADAPTER", "WGATTN_CHECKED", "WGATTN_LIMITS")
-"""Of the environment: a stack is run as it is."""
 SHOWN = 5
 """Failures of a stack that are printed."""
 
@@ -219,13 +217,13 @@ def find_adapter(stack: Stack, environment: Mapping[str, str]) -> str:
     return wanted[0]
 
 
-def run(stack: Stack, limit_s: float, options: Iterable[str] = ()) -> Outcome:
-    """Run the suite on a stack, in a process of its own."""
+def run(stack: Stack, timeout_s: float, options: Iterable[str] = (), limits: str = "") -> Outcome:
+    """Run the suite on a stack, in a process of its own, perhaps with lowered limits (see wgattn/gpu/limits.py)."""
     outcome = Outcome(stack.name, now())
-    environment = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
+    environment = {name: value for name, value in os.environ.items() if name not in ("WGATTN_ADAPTER", "WGATTN_CHECKED")}
     try:
         driver = stack.driver()
-        environment |= driver.environment | {"WGATTN_BACKEND": stack.backend}
+        environment |= driver.environment | {"WGATTN_BACKEND": stack.backend, "WGATTN_LIMITS": limits}
         environment["WGATTN_ADAPTER"] = find_adapter(stack, environment)
     except NotAvailable as error:
         outcome.missing = str(error)
@@ -235,11 +233,11 @@ def run(stack: Stack, limit_s: float, options: Iterable[str] = ()) -> Outcome:
         pytest = [sys.executable, "-m", "pytest", "-p", "tests.report", f"--report={report}", "-m", "conformance", "-p", "no:cacheprovider", "-q", *options]
         begun = time.monotonic()
         try:
-            done = subprocess.run(pytest, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s, stdin=subprocess.DEVNULL)
+            done = subprocess.run(pytest, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
             ended = f"the run ended with {f'signal {-done.returncode}' if done.returncode < 0 else f'exit code {done.returncode}'}"
             said = (done.stdout + done.stderr).strip()[-2000:]
         except subprocess.TimeoutExpired:
-            ended, said = f"the run took more than {limit_s:.0f} s", ""
+            ended, said = f"the run took more than {timeout_s:.0f} s", ""
         outcome.seconds = round(time.monotonic() - begun, 1)
         read_report(stack, outcome, report.read_text(encoding="utf-8").splitlines() if report.exists() else [], ended, said)
     outcome.facts["driver"] = " ".join(filter(None, (driver.version, outcome.facts.get("driver", ""))))
@@ -366,7 +364,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--stack", action="append", choices=names, metavar="NAME", help=f"run this one, may be given again: {', '.join(names)}")
     parser.add_argument("--require", action="store_true", help="a stack that is not available is a failure")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="stacks that run at the same time")
-    parser.add_argument("--limit", type=float, default=3600, metavar="SECONDS", help="the longest that a stack may take (3600)")
+    parser.add_argument("--timeout", type=float, default=3600, metavar="SECONDS", help="the longest that a stack may take (3600)")
+    parser.add_argument("--limits", default="", metavar="TEXT", help="lower limits of the devices, as WGATTN_LIMITS does; what is refused then is counted")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
     parser.add_argument("--merge", type=Path, nargs="*", metavar="FILE", help="run nothing; add results to tools/results/stacks.json and README.md")
     parser.add_argument("pytest", nargs="*", help="after --: options for pytest, as -k merge")
@@ -384,7 +383,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     stacks = [s for s in STACKS if not options.stack or s.name in options.stack]
     with ThreadPoolExecutor(max(1, options.jobs)) as pool:
-        outcomes = list(pool.map(lambda stack: run(stack, options.limit, options.pytest), stacks))
+        outcomes = list(pool.map(lambda stack: run(stack, options.timeout, options.pytest, options.limits), stacks))
     show(outcomes, console)
     if options.json:
         save(options.json, outcomes)
