@@ -308,5 +308,5 @@ def test_the_shape_suits_the_kernel(device: Device):
                         assert shape.lanes <= width, where
                         assert shape.workgroup % shape.lanes == 0, where
                         assert shape.workgroup <= invocations, where
-                        assert shape.workgroup // shape.lanes * (16 * width + 8) <= memory, where
-                        assert 1 <= shape.splits <= 32, where
+                        assert shape.merge_bytes(width, shape.heads_at_once(width, memory)) <= memory, where
+                        assert 1 <= shape.splits <= 64, where

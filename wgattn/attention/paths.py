@@ -28,8 +28,7 @@ class SplitPath:
 
     def unsupported(self, profile: DeviceProfile, problem: Problem) -> str | None:
         shape = split.choose_split(profile, problem)
-        teams = shape.workgroup // shape.lanes
-        need = teams * (16 * problem.value_width + 8)
+        need = shape.merge_bytes(problem.value_width, 1)
         if need > profile.workgroup_memory:
             return f"merging takes {need} bytes of workgroup memory, there are {profile.workgroup_memory}."
         return None

@@ -7,51 +7,74 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..gpu import Device, DeviceProfile, Recording, Tensor, grid
+from ..gpu import Device, DeviceProfile, Recording, Tensor, grid, power_of_two
 from . import problem as common
 from .problem import Operands, Problem
 
-_SHORT = 256
-"""Keys up to which one workgroup a KV head is quicker than splitting and combining."""
-_TARGET_WORKGROUPS = 128
-_MOST_SPLITS = 32
+_SHORT, _LONG = 1024, 4096
+"""Keys up to which one workgroup a head is quicker than splitting and combining; and up to which few splits are."""
+_MOST_SPLITS = 64
 _MOST_HEADS = 16
 """Query heads a workgroup. The kernel has its text once a head, and more of it can take minutes to compile."""
 
 
 @dataclass(frozen=True)
 class SplitShape:
-    """`group` query heads a workgroup of `workgroup` invocations, `lanes` to a key, keys in `splits` parts."""
+    """`group` query heads a workgroup of `workgroup` invocations, `lanes` to a key, `keys` at a time for each, keys in `splits` parts."""
 
     group: int
     lanes: int
+    keys: int
     workgroup: int
     splits: int
+    folded: int
+    """Invocations whose results subgroup operations join: at least `lanes`."""
+
+    def merge_bytes(self, value_width: int, heads: int) -> int:
+        """Workgroup memory in which so many heads at once are merged."""
+        return heads * (self.workgroup // self.folded) * (16 * value_width + 8)
+
+    def heads_at_once(self, value_width: int, memory: int) -> int:
+        """All heads of the workgroup where that fits, else one."""
+        return self.group if self.merge_bytes(value_width, self.group) <= min(memory, 16384) else 1
 
 
 def regimes(profile: DeviceProfile) -> list[int]:
     """Lengths up to which the same shape serves; a recording is made for each, so that a step only picks one. The last is no limit."""
-    return [2**32] if profile.software else [_SHORT, 2**32]
+    return [2**32] if profile.software else [_SHORT, _LONG, 2**32]
 
 
 def choose_split(profile: DeviceProfile, problem: Problem) -> SplitShape:
-    """The shape for a problem on a device; pure. `problem.keys` is the most keys there can be."""
+    """The shape for a problem on a device; pure. `problem.keys` is the most keys there can be.
+
+    Fewer lanes a key take fewer steps to add up a score, more keys at a time have more loads in flight; both take registers. A short sequence
+    has a workgroup for each head, since a second dispatch would cost more than reading keys again.
+    """
     width = max(problem.width, problem.value_width)
-    if profile.software or profile.subgroup_size == 0:
-        lanes, workgroup, registers = 1, 8 if profile.software else 64, 64
+    team = profile.team_part(2)
+    if profile.software or team == "team_workgroup":
+        lanes, keys, workgroup, registers = 1, 1, 8 if profile.software else 64, 64
     else:
-        lanes = 1 << (min(profile.subgroup_size, width).bit_length() - 1)
-        workgroup, registers = min(256, profile.max_invocations), 16
-    while workgroup > lanes and (workgroup // lanes) * (16 * problem.value_width + 8) > profile.workgroup_memory:
+        lanes = power_of_two(min(profile.subgroup_size, max(1, width // 2)))
+        keys, workgroup, registers = 4, min(256, power_of_two(profile.max_invocations)), 16
+    folded = max(lanes, profile.subgroup_size) if lanes > 1 and workgroup % profile.subgroup_size == 0 else lanes
+    while workgroup > folded and workgroup // folded * (16 * problem.value_width + 8) > profile.workgroup_memory:
         workgroup //= 2
     slots = math.ceil(width / lanes)
     most = min(problem.ratio, _MOST_HEADS)
     group = max(g for g in range(1, most + 1) if problem.ratio % g == 0 and (g == 1 or g * slots <= registers))
-    workgroups = problem.rows // group
-    splits = 1 if profile.software or problem.keys <= _SHORT else max(1, min(_MOST_SPLITS, _TARGET_WORKGROUPS // workgroups))
+    short = problem.keys <= _SHORT and not profile.software
+    if short:
+        group = 1
+    elif keys > 1:
+        keys = 2
+    workgroups, wanted = problem.rows // group, 128 if problem.keys <= _LONG else 512
+    if wanted == 512 and workgroup // 2 >= folded:
+        workgroup //= 2
+    splits = 1 if profile.software or short else max(1, min(_MOST_SPLITS, wanted // workgroups))
     if problem.storage_buffers > profile.max_storage_buffers:
         splits = max(2, splits)  # the dispatch that combines binds some of them
-    return SplitShape(group, lanes, workgroup, splits)
+    return SplitShape(group, lanes, keys, workgroup, splits, folded)
 
 
 def scratch(device: Device, problem: Problem, shape: SplitShape) -> dict[str, Tensor]:
@@ -73,10 +96,14 @@ def record(recording: Recording, problem: Problem, operands: Operands, shape: Sp
         *(common.rows_part(problem, name) for name in ("query", "keys", "values")),
         *common.score_parts(problem),
         device.profile.team_part(shape.lanes),
+        f"attention/parts/split_fold_{'subgroup' if shape.folded > shape.lanes else 'none'}",
         *(["attention/parts/split_many"] if many else ["attention/parts/split_one", *common.finish_parts(problem)]),
         **common.options(problem),
         GROUP=shape.group,
+        HEADS_AT_ONCE=shape.heads_at_once(problem.value_width, device.profile.workgroup_memory),
         LANES=shape.lanes,
+        KEYS=shape.keys,
+        AHEAD=not device.profile.software,
         SLOTS=math.ceil(problem.width / shape.lanes),
         VALUE_SLOTS=math.ceil(problem.value_width / shape.lanes),
         WORKGROUP=shape.workgroup,
