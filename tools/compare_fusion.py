@@ -36,6 +36,21 @@ def wall(recording: Recording, repeat: int) -> float:
     return float(np.median(times))
 
 
+def stream(recording: Recording, seconds: float = 0.3) -> float:
+    """Seconds a step where steps follow one another, as in generating text: submitted one by one, waited for at the end."""
+
+    def run(steps: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(steps):
+            recording.replay()
+        recording.device.wait()
+        return time.perf_counter() - begin
+
+    steps = max(2, int(seconds / run(2) * 2))
+    run(steps)  # a GPU that idled is slow at first
+    return run(steps) / steps
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=24)
@@ -46,18 +61,19 @@ def main() -> None:
     device = wgattn.default_device()
     steps = {kind: record(device, kind == "fused", args.layers, args.depth) for kind in ("fused", "unfused")}
     stopwatch = Stopwatch(device, hopeless=100)
-    found = {kind: {"dispatches": len(s.recording), "device_ms": [], "wall_ms": []} for kind, s in steps.items()}
+    found = {kind: {"dispatches": len(s.recording), "device_ms": [], "stream_ms": [], "wall_ms": []} for kind, s in steps.items()}
     for _ in range(3):  # in turns, so that a change of the machine's speed meets both
         for kind, step in steps.items():
+            found[kind]["stream_ms"].append(stream(step.recording) * 1e3)
             found[kind]["device_ms"].append(stopwatch(step.recording) * 1e3)
             found[kind]["wall_ms"].append(wall(step.recording, args.repeat) * 1e3)
     for numbers in found.values():
-        numbers |= {key: float(np.median(numbers[key])) for key in ("device_ms", "wall_ms")}
+        numbers |= {key: float(np.median(numbers[key])) for key in ("device_ms", "stream_ms", "wall_ms")}
     title = f"A decode step of {args.layers} layers on {device.name} ({device.backend.name})"
-    table = Table("", "dispatches", "device, ms", "wall, ms", title=title, title_justify="left")
+    table = Table("", "dispatches", "device, ms", "in a stream, ms", "alone, ms", title=title, title_justify="left")
     for kind, n in found.items():
-        table.add_row(kind, str(n["dispatches"]), f"{n['device_ms']:.3f}", f"{n['wall_ms']:.3f}")
-    ratio = {key: found["unfused"][key] / found["fused"][key] for key in ("dispatches", "device_ms", "wall_ms")}
+        table.add_row(kind, str(n["dispatches"]), f"{n['device_ms']:.3f}", f"{n['stream_ms']:.3f}", f"{n['wall_ms']:.3f}")
+    ratio = {key: found["unfused"][key] / found["fused"][key] for key in ("dispatches", "device_ms", "stream_ms", "wall_ms")}
     table.add_row("unfused / fused", *(f"{r:.2f}x" for r in ratio.values()))
     Console().print(table)
     if args.json:
