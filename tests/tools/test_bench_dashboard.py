@@ -35,9 +35,9 @@ def report(device):
         longest("ceilings", "dot4I8Packed chain", "dot4", ceiling=None, share=None, in_cache=False),
         Row("ceilings", "matrix units", "matrix", missing="wgpu can use none here"),
         longest("gemm", "2048x8192x2048 Q8_0", "exact"),
-        longest("prefill", "32/8 D128 f16 S4096", "unfused", ceiling="matrix"),
-        Row("prefill", "32/8 D128 f16 S4096", "gemm", missing="scores take 2147483648 bytes, and a binding can have 134217728.", failed=True),
-        *(longest("decode", f"32/8 D128 f16 @{256 * 4**i}", "auto", seconds=10.0 ** (i - 4), share=0.1 * i, ceiling="copy") for i in range(5)),
+        longest("prefill", "32/8x128 q8_0 S4096", "unfused", ceiling="matrix"),
+        Row("prefill", "32/8x128 q8_0 S4096", "gemm", missing="scores take 2147483648 bytes, and a binding can have 134217728.", failed=True),
+        *(longest("decode", f"32/8x128 q8_0 @{256 * 4**i}", "auto", seconds=10.0 ** (i - 4), share=0.1 * i, ceiling="copy") for i in range(5)),
         longest("block", "24 layers @512", "fused", facts={"dispatches": 120, "scratch_bytes": 23040}),
         longest("block", "24 layers @512", "unfused", facts={"dispatches": 312, "scratch_bytes": 73728}, seconds=0.02),
         longest("model", "prompt of one chunk", "prompt", facts=step, note="64 tokens"),
@@ -108,7 +108,7 @@ def test_what_is_below_the_tables(report):
         "- not compared: kinds of weights need the package gguf, models at most 400 MiB",
     ):
         assert words in out
-    assert "FAILED prefill: 32/8 D128 f16 S4096: gemm: scores take" in " ".join(out.split())
+    assert "FAILED prefill: 32/8x128 q8_0 S4096: gemm: scores take" in " ".join(out.split())
 
 
 def styles(report, words):

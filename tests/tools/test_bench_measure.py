@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import with_profile
+from wgattn.attention.kv_format import KV_FORMATS
 from wgattn.bench import attention, block, ceilings, gemm, measure, model, records
 from wgattn.bench.records import Bench, Case, Error, Row, Work, arithmetic_of
 from wgattn.bench.weights import dense, random_matrix
@@ -243,10 +244,18 @@ def test_attention(bench, path, queries):
         assert row.rate * row.seconds == pytest.approx(2 * 2 * 40 * 16 * 2 + 2 * 4 * 4 * 16)
 
 
+@pytest.mark.parametrize("kv_dtype", KV_FORMATS)
+def test_attention_over_every_kind_of_cache(bench, kv_dtype):
+    row = measure.row_of(bench, Case("decode", "a", "auto", lambda b: attention.attention(b, attention.Shape(4, 2, 64, kv_dtype), 1, 40, "auto")))
+    check(row)
+    per_channel = {"f32": 4, "f16": 2, "q8_0": 1 + 2 / 32, "q4_0": 0.5 + 2 / 32}[kv_dtype]
+    assert row.rate * row.seconds == pytest.approx(2 * 2 * 40 * 64 * per_channel + 2 * 4 * 4 * 64)
+
+
 @pytest.mark.parametrize("change", ["keys", "values", "query"])
 def test_attention_over_other_numbers_is_wrong(bench, monkeypatch, change):
     error = attention._error
-    monkeypatch.setattr(attention, "_error", lambda arrays, out, bound: error(arrays | {change: arrays[change] * np.float16(1.01)}, out, bound))
+    monkeypatch.setattr(attention, "_error", lambda arrays, out, bound: error(arrays | {change: arrays[change] * np.float32(1.01)}, out, bound))
     row = measure.row_of(bench, Case("prefill", "a", "flash", lambda b: attention.attention(b, attention.Shape(2, 2, 16), 9, 9, "flash")))
     assert row.wrong
 

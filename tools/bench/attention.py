@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,12 @@ import numpy as np
 
 from wgattn import reference
 from wgattn.attention.choose import choose
+from wgattn.attention.kv_cache import KVCache
+from wgattn.attention.kv_format import kv_format
 from wgattn.attention.paths import PATHS
 from wgattn.attention.problem import Operands, Problem, Rows
 from wgattn.errors import Unsupported
-from wgattn.gpu import Recording
+from wgattn.gpu import Device, Recording, StepState, Tensor
 
 from .records import Bench, Case, Error, Work, arithmetic_of
 
@@ -26,7 +29,7 @@ _SAMPLED = 32
 
 @dataclass(frozen=True)
 class Shape:
-    """Heads, KV heads, head dim and the cache's dtype."""
+    """Heads, KV heads, head dim, and how the cache is stored."""
 
     heads: int
     kv_heads: int
@@ -35,7 +38,7 @@ class Shape:
 
     def __str__(self) -> str:
         heads = str(self.heads) if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
-        return f"{heads} D{self.dim} {self.kv_dtype}"
+        return f"{heads}x{self.dim} {self.kv_dtype}"
 
 
 # (shape, positions), by the size of the device; the first is what --quick takes.
@@ -45,9 +48,9 @@ _PREFILL = {
     "large": [(Shape(32, 8, 128, "f16"), 2048), (Shape(32, 32, 128), 2048), (Shape(32, 8, 64, "f16"), 4096)],
 }
 _DECODE = {
-    "cpu": [Shape(9, 3, 64, "f16"), Shape(32, 8, 128, "f16"), Shape(32, 8, 128, "f32")],
-    "small": [Shape(32, 8, 128, "f16"), Shape(9, 3, 64, "f16")],
-    "large": [Shape(32, 8, 128, "f16"), Shape(32, 8, 128, "f32"), Shape(9, 3, 64, "f16")],
+    "cpu": [Shape(9, 3, 64, "f16"), *(Shape(32, 8, 128, kv_dtype) for kv_dtype in ("f16", "q8_0", "q4_0"))],
+    "small": [*(Shape(32, 8, 128, kv_dtype) for kv_dtype in ("f16", "q8_0", "q4_0")), Shape(9, 3, 64, "f16")],
+    "large": [*(Shape(32, 8, 128, kv_dtype) for kv_dtype in ("f16", "f32", "q8_0", "q4_0")), Shape(9, 3, 64, "f16")],
 }
 _DEPTHS = {"cpu": (128, 512, 2048, 8192), "small": (256, 1024, 4096, 16384), "large": (256, 1024, 4096, 16384, 65536)}
 
@@ -75,37 +78,32 @@ def decode_cases(bench: Bench) -> list[Case]:
 
 
 def attention(bench: Bench, shape: Shape, queries: int, keys: int, path: str) -> Work:
-    """Causal attention of the last `queries` positions over `keys`, in layout (1, heads, positions, D)."""
+    """Causal attention of the last `queries` positions, (1, heads, queries, D), over a cache of `keys`."""
     device, rng = bench.device, bench.rng()
     p = Problem(1, shape.heads, shape.kv_heads, queries, keys, shape.dim, shape.dim, 1 / math.sqrt(shape.dim), kv_dtype=shape.kv_dtype, right=0)
     if path != "auto" and (missing := PATHS[path].unsupported(device.profile, p)):
         raise Unsupported(missing)
     path = choose(device.profile, p, path).path
-    some = rng.standard_normal(max(4099, shape.heads * queries * shape.dim), np.float32)
-    arrays = {
-        name: np.roll(np.resize(some, (1, heads, length, shape.dim)), shift).astype(dtype)
-        for name, heads, length, shift, dtype in (
-            ("query", shape.heads, queries, 0, np.float32),
-            ("keys", shape.kv_heads, keys, 1, np.float16 if shape.kv_dtype == "f16" else np.float32),
-            ("values", shape.kv_heads, keys, 2, np.float16 if shape.kv_dtype == "f16" else np.float32),
-        )
-    }
-    outputs = []
+    query = rng.standard_normal((1, shape.heads, queries, shape.dim), np.float32)
+    new = [device.tensor(np.resize(rng.standard_normal(n, np.float32), (1, keys, shape.kv_heads, shape.dim))) for n in (4099, 4111)]
+    caches, outputs = [], []
 
     def record() -> Recording:
-        recording, out = Recording(device), device.empty((1, shape.heads, queries, shape.dim))
-        rows = {name: Rows.of(device.tensor(array), "bhsd") for name, array in arrays.items()}
-        PATHS[path].record(recording, p, Operands(**rows, out=Rows.of(out, "bhsd")))
-        outputs.append(out)
+        caches.append(_filled(device, shape, keys, new))
+        outputs.append(device.empty(query.shape))
+        recording, rows = Recording(device), Rows.of(device.tensor(query), "bhsd")
+        cached = (caches[-1].rows(tensor) for tensor in (caches[-1].keys, caches[-1].values))
+        PATHS[path].record(recording, p, Operands(rows, *cached, out=Rows.of(outputs[-1], "bhsd")))
         return recording
 
-    nbytes = sum(a.nbytes for a in arrays.values()) + 4 * arrays["query"].size
+    nbytes = 2 * shape.kv_heads * keys * kv_format(shape.kv_dtype).row_bytes(shape.dim) + 2 * query.nbytes
     recordings = [record() for _ in range(bench.copies(nbytes))]
     ceiling = arithmetic_of(recordings[0])
     seen = queries * keys - queries * (queries - 1) // 2  # pairs of a query and a key that it sees
 
     def check() -> Error:
         recordings[-1].replay()
+        arrays = {"query": query, "keys": caches[-1].k(keys)[None], "values": caches[-1].v(keys)[None]}
         return _error(arrays, outputs[-1].numpy(), _BOUND[ceiling])
 
     return Work(
@@ -117,6 +115,15 @@ def attention(bench: Bench, shape: Shape, queries: int, keys: int, path: str) ->
         working_set=nbytes * len(recordings),
         facts={"path": path, "dispatches": len(recordings[0]), "shape": str(PATHS[path].shape(device.profile, p))},
     )
+
+
+def _filled(device: Device, shape: Shape, keys: int, new: Sequence[Tensor]) -> KVCache:
+    """A cache of so many positions, stored as pipelines store them."""
+    cache, state, recording = KVCache(device, shape.kv_heads, shape.dim, keys, shape.kv_dtype), StepState(device, 1), Recording(device)
+    device.write(state.buffer, np.array([0, keys], np.uint32))
+    cache.record_append(recording, step=state.step, keys=new[0], values=new[1], rows=keys, dtype="f32")
+    recording.replay()
+    return cache
 
 
 def _error(arrays: dict[str, np.ndarray], out: np.ndarray, bound: float) -> Error:

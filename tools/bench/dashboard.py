@@ -25,8 +25,8 @@ from .report import Report
 _ABOUT = {
     "ceilings": "the best of the samples of kernels that do nothing else",
     "gemm": "y = x . W^T: tokens x rows x columns, and the kind of W",
-    "prefill": "causal; heads / KV heads, head dim, kind of keys, positions",
-    "decode": "one query; heads / KV heads, head dim, kind @ positions",
+    "prefill": "causal; heads / KV heads x head dim, cache, positions",
+    "decode": "one query; heads / KV heads x head dim, cache @ positions",
     "block": "decode steps of layers shaped as Qwen2-0.5B's @ positions",
     "model": "",
 }
