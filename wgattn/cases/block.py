@@ -30,17 +30,19 @@ _SCALES: Mapping[str, tuple[tuple[int, float], ...]] = {
     "Q4_1": ((0, 1 / 4.6), (2, -7.5 / 4.6)),
     "Q5_0": ((0, 1 / 9.2),),
     "Q5_1": ((0, 1 / 9.2), (2, -15.5 / 9.2)),
-    "Q4_K": ((0, 1 / 400), (2, 1 / 800)),
-    "Q5_K": ((0, 1 / 800), (2, 1 / 800)),
+    "Q4_K": ((0, 1 / 400), (2, 7.5 / 400)),
+    "Q5_K": ((0, 1 / 800), (2, 15.5 / 800)),
     "Q6_K": ((208, 1 / 2000),),
 }
-"""Where the f16 numbers of a block are, and their size for weights around 1 where all other bytes are random."""
+"""Where the f16 numbers of a block are, and their size for weights around 1, of mean 0, where all other bytes are random."""
 WEIGHTS = (*FORMATS, *(f"{kind} int8" for kind, form in FORMATS.items() if form.quantised))
 """Kinds of matrices, those of codes also with int8 activations."""
 _QUANTISED = {"q8_0": 3e-4, "q4_0": 4e-2}
 """NMSE that a quantised KV cache adds, at most."""
 _EMULATED = 2e-5
 """NMSE of int8 arithmetic against its emulation: a code that is a tie may be rounded either way."""
+_ROUNDED = 2e-3
+"""NMSE of an MLP's int8 arithmetic against exact: 1e-4 on average, but a token whose hidden channels have one outlier may have ten times that."""
 
 
 def random_matrix(rng: np.random.Generator, rows: int, columns: int, kind: str) -> QuantizedTensor:
@@ -140,7 +142,7 @@ def _mlp_of(
         yield Result("y", got - x, lambda: reference.mlp(x, _dequantised(given), 1e-5), nmse=5e-6)
     else:  # rounding is emulated where both matrices of the norm are rounded, and it comes after the norm's scale
         emulated = fused and not mixed
-        yield Result("y", got - x, lambda: reference.mlp(x, _dequantised(given), 1e-5, int8=emulated), nmse=_EMULATED if emulated else 5e-4)
+        yield Result("y", got - x, lambda: reference.mlp(x, _dequantised(given), 1e-5, int8=emulated), nmse=_EMULATED if emulated else _ROUNDED)
 
 
 _ROPES = {
