@@ -59,7 +59,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     try:
         return (yield)
     except (CapacityError, Unsupported) as error:
-        limit = named_limit(error, wgattn.default_device().lowered)
+        limit = named_limit(error, wgattn.default_device())
         if limit is None:
             raise
         pytest.skip(f"{REFUSED}{limit}: {error}")
@@ -113,9 +113,9 @@ class WideProfile(DeviceProfile):
         return "team_one" if lanes == 1 else "team_workgroup"
 
 
-def with_profile(**changes: object) -> Device:
+def with_profile(limits: Mapping[str, int] | None = None, **changes: object) -> Device:
     """A device that says of itself what it is not, so that kernels take the shapes of another kind."""
-    made = Device()
+    made = Device(limits=limits)
     made.profile = dataclasses.replace(made.profile, **changes)
     return made
 

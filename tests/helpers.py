@@ -121,11 +121,23 @@ def not_available(reason: str) -> NoReturn:
     pytest.skip(NOT_AVAILABLE + reason)
 
 
-def named_limit(error: Exception, lowered: Mapping[str, int]) -> str | None:
-    """Which lowered limit an error's message names: by its value, or by the feature that is gone without."""
-    message = str(error).replace(",", "")
-    for name, value in lowered.items():
-        word = {"shader-f16": "f16", "subgroup": "subgroup"}.get(name, rf"(?<!\d){value}(?!\d)")
-        if re.search(word, message):
+_NAMES = {
+    "max-storage-buffer-binding-size": "bind|bytes",
+    "max-compute-workgroup-storage-size": "workgroup memory",
+    "max-compute-invocations-per-workgroup": "workgroups? of|invocations",
+    "max-storage-buffers-per-shader-stage": "storage buffers",
+    "max-compute-workgroups-per-dimension": "workgroups",
+    "shader-f16": "needs f16 operations",
+    "subgroup": "needs subgroup operations",
+}
+"""How errors call a limit, as a pattern."""
+
+
+def named_limit(error: Exception, device: Device) -> str | None:
+    """Which of the limits that a device was asked to lower an error's message names: in words, and for a number by its value."""
+    message = str(error).replace(device.name, "").replace(",", "")
+    for name, value in device.lowered.items():
+        words = _NAMES.get(name)
+        if words and re.search(words, message) and (value == 0 or re.search(rf"(?<!\d){value}(?!\d)", message)):
             return name
     return None

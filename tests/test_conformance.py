@@ -36,7 +36,7 @@ def check(device: Device, rng: np.random.Generator, family: Family, choice: Choi
     compared = 0
     for result in family.run(device, rng, **choice):
         difference = compare(result)
-        assert difference.error <= difference.allowed, f"error {difference.error:.3g} > {difference.allowed:.3g}: {difference.what}; {dict(choice)}"
+        assert difference.error <= difference.allowed, f"error {difference.error:.3g} > {difference.allowed:.3g}: {difference.where}; {dict(choice)}"
         compared += 1
     assert compared, f"nothing came out of {dict(choice)}"
 
@@ -48,6 +48,6 @@ def test_case(device, rng, record_property, family, choice):
     try:
         check(device, rng, family, choice)
     except (Unsupported, CapacityError) as error:
-        if named_limit(error, device.lowered):
+        if named_limit(error, device):
             raise
         not_available(str(error))

@@ -116,9 +116,11 @@ def test_refused(device): raise CapacityError(f"That takes 2,000,000 bytes; {dev
 @pytest.mark.conformance
 def test_by_value(device): raise CapacityError("That takes 2,000,000 bytes; the device can bind 1,048,576.")
 @pytest.mark.conformance
-def test_feature(device): raise Unsupported("Needs f16 operations.")
+def test_feature(device): raise Unsupported("The kernel needs f16 operations.")
 @pytest.mark.conformance
 def test_other(device): raise CapacityError("That takes 2000000 bytes; the device can bind 10485760.")
+@pytest.mark.conformance
+def test_by_chance(device): raise CapacityError("There are 1048576 sheep.")
 """
 
 
@@ -126,8 +128,9 @@ def test_a_lowered_limit_may_be_refused_by_name(run_here):
     """By a typed error that holds the limit; any other is a failure."""
     outcome = run_here(LIMITED, limits="max-storage-buffer-binding-size=1048576 shader-f16=0")
     (family,) = outcome.families.values()
-    assert (family.refused, family.failed) == (3, 1)
-    assert [test.partition("::")[2] for test, _ in outcome.failures] == ["test_other"]
+    assert (family.refused, family.failed) == (3, 2)
+    assert [test.partition("::")[2] for test, _ in outcome.failures] == ["test_other", "test_by_chance"]
+    assert outcome.refusals[2][1] == "shader-f16: The kernel needs f16 operations."
     assert outcome.facts["limits"] == {"max-storage-buffer-binding-size": 1 << 20, "shader-f16": 0}
 
 

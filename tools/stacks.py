@@ -173,6 +173,8 @@ class Outcome:
     families: dict[str, Family] = field(default_factory=dict)
     failures: list[tuple[str, str]] = field(default_factory=list)
     """(test, message)."""
+    refusals: list[tuple[str, str]] = field(default_factory=list)
+    """Tests that ended in an error that names a lowered limit, and what it says."""
     error: str = ""
     """Why the run did not come to its end."""
 
@@ -186,7 +188,8 @@ class Outcome:
     @classmethod
     def of(cls, saved: Mapping) -> Outcome:
         families = {name: Family(**f) for name, f in saved["families"].items()}
-        return cls(**{**saved, "families": families, "failures": [tuple(f) for f in saved["failures"]]})
+        lists = {name: [tuple(pair) for pair in saved[name]] for name in ("failures", "refusals")}
+        return cls(**{**saved, "families": families, **lists})
 
 
 def now() -> str:
@@ -257,8 +260,11 @@ def read_report(stack: Stack, outcome: Outcome, lines: Iterable[str], ended: str
         family, reason = outcome.families.setdefault(line["family"], Family()), line.get("reason", "")
         if line["outcome"] == "not available" and any(lack in reason for lack in stack.lacks):
             family.not_available[reason] = family.not_available.get(reason, 0) + 1
-        elif line["outcome"] in ("passed", "refused"):
-            setattr(family, line["outcome"], getattr(family, line["outcome"]) + 1)
+        elif line["outcome"] == "passed":
+            family.passed += 1
+        elif line["outcome"] == "refused":
+            family.refused += 1
+            outcome.refusals.append((line["test"], reason))
         else:
             family.failed += 1
             known = f"not available, which was not known of {stack.name}: " if line["outcome"] == "not available" else ""
