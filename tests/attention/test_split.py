@@ -123,7 +123,7 @@ CASES = [(variant, *case) for variant in VARIANTS for case in GRID[variant]]
 CASES += [pytest.param(variant, *pair, marks=pytest.mark.slow) for variant in VARIANTS for pair in PAIRS if pair not in GRID[variant]]
 
 
-@pytest.mark.conformance(variant=["gpu_shape_32_lanes"])
+@pytest.mark.conformance(variant=["gpu_shape_32_lanes"], dim=[80])
 @pytest.mark.parametrize(("variant", "dim", "ratio", "dtype"), CASES)
 def test_steps_over_caches(devices, rng, variant, dim, ratio, dtype):
     """One recording for each number of tokens serves all lengths."""

@@ -38,7 +38,7 @@ def test_each_weight_format(rng, kind):
     assert_close(wgattn.FusedMLP(weights)(x), expected(weights, x), max_error=2e-5)
 
 
-@pytest.mark.conformance
+@pytest.mark.conformance(E=[50, 64])
 @pytest.mark.parametrize(
     ("E", "hidden", "kinds", "biases"),
     [

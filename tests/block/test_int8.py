@@ -87,7 +87,7 @@ def test_codes_are_those_of_gguf(rng):
     assert np.abs(ours - x.reshape(-1, 32)).max() <= 0.5001 * scale.max()
 
 
-@pytest.mark.conformance
+@pytest.mark.conformance(kinds=["Q4_0"])
 @pytest.mark.parametrize("kinds", ["Q4_0", ("Q8_0", "Q8_0", "Q8_0", "Q5_1")], ids=str)
 def test_an_attention_half(rng, kinds):
     layer = Attention(896, 14, 2, 64, kinds, rope=Rope(1e6, 64), eps=1e-6)
