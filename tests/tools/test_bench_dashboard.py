@@ -43,7 +43,7 @@ def report(device):
         longest("model", "prompt of one chunk", "prompt", facts=step, note="64 tokens"),
         longest("model", "decode from @1", "greedy", facts=step, host_seconds=None, error=None),
     ):
-        made.add(row)
+        made.rows.append(row)
     return made
 
 
@@ -172,7 +172,7 @@ def test_the_live_view_shows_rows_as_they_come_and_leaves_all_of_them(report, wi
             assert "..." in now
             assert "q leaves" in now
             assert f"{len(report.rows)} of {len(rows)} rows" in now
-            report.add(row)
+            report.rows.append(row)
             view.add(row)
     left = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
     for row in rows:
@@ -186,7 +186,7 @@ def test_an_unfinished_section_stays(report):
     with view_of(console, report, cases, False) as view:
         for row, one in zip(rows[:4], cases, strict=False):
             view.begin(one)
-            report.add(row)
+            report.rows.append(row)
             view.add(row)
         view.begin(cases[4])
         report.state = "interrupted"

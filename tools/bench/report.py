@@ -52,11 +52,11 @@ class Report:
         }
         return cls(about, ceilings=bench.ceilings, baseline=baseline)
 
-    def add(self, row: Row) -> None:
-        """Take a row, and say how it compares with the baseline's."""
+    def compare(self, row: Row) -> str | None:
+        """Note in a row how it compares with the baseline's; the verdict, or None where there is nothing to compare."""
         if self.baseline is not None and row.section != "ceilings":
             row.change = _change(row, self.baseline)
-        self.rows.append(row)
+        return row.change and row.change["verdict"]
 
     def json(self) -> dict[str, Any]:
         whole = {"format": FORMAT, "state": self.state, **self.about, "ceilings": self.ceilings, "rows": [row.json() for row in self.rows]}
