@@ -167,7 +167,7 @@ def attention(
     query, key, value = (np.asarray(a, np.float64) for a in (query, key, value))
     (B, H, S, D), (_, Hkv, T, _) = query.shape, key.shape
     key, value = (np.repeat(a, H // Hkv, axis=1) for a in (key, value))
-    lengths = np.full(B, T) if key_lengths is None else np.asarray(key_lengths)
+    lengths = np.full(B, T) if key_lengths is None else np.asarray(key_lengths, np.int64)  # unsigned ones would wrap below
     rule = {"is_causal": is_causal, "causal_alignment": causal_alignment, "window_size": window_size}
     seen = np.stack([np.broadcast_to(visible(S, T, length=int(n), **rule), (H, S, T)) for n in lengths])
     wanted = seen.any((1, 2))[:, None, :, None]  # a key that nobody sees may hold anything

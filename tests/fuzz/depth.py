@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 from hypothesis.strategies import SearchStrategy
+
+from wgattn import WgattnError
 
 both_depths = pytest.mark.parametrize("depth", ["quick", pytest.param("thorough", marks=pytest.mark.slow)])
 
@@ -22,8 +25,6 @@ def explore(check: Callable[..., None], *strategies: SearchStrategy, depth: str,
     def tried(example: tuple) -> None:
         check(*example)
 
-    from hypothesis import strategies as st
-
     _settings(quick if depth == "quick" else thorough)(given(st.tuples(*strategies))(tried))()
 
 
@@ -31,3 +32,12 @@ def explore_states(machine: Callable[[], Any], *, depth: str, quick: tuple[int, 
     """Run a state machine so many times, with so many steps each at most."""
     runs, steps = quick if depth == "quick" else thorough
     run_state_machine_as_test(machine, settings=_settings(runs, stateful_step_count=steps))
+
+
+def refusal(call: Callable[[], Any]) -> str | None:
+    """The message of the error of ours that a call raises; None when it is through. Any other error fails the test."""
+    try:
+        call()
+    except WgattnError as error:
+        return str(error)
+    return None

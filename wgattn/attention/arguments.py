@@ -42,11 +42,30 @@ def floating(name: str, array: Array) -> Array:
 
 
 def finite(name: str, number: float) -> float:
-    """The number, or ArgumentError when it is not finite."""
-    number = float(number)
-    if not math.isfinite(number):
-        raise ArgumentError(f"{name} is {number}; it must be finite.")
-    return number
+    """The number, or ArgumentError when it is not finite, TypeError when it is none."""
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    except TypeError:
+        raise TypeError(f"{name} is {number!r}; it must be a number.") from None
+    if not math.isfinite(value):
+        raise ArgumentError(f"{name} is {number!r}; it must be a finite number.")
+    return value
+
+
+def checked_flag(name: str, value: bool) -> bool:
+    """Whether the value is true, or TypeError when that cannot be said."""
+    try:
+        return bool(value)
+    except ValueError:
+        raise TypeError(f"{name} is an array of shape {np.shape(value)}; it must be True or False.") from None
+
+
+def checked_name(name: str, value: str, names: tuple[str, ...]) -> None:
+    """ArgumentError unless the value is one of the names."""
+    if not isinstance(value, str) or value not in names:
+        raise ArgumentError(f"{name} is {value!r}; it must be {' or '.join(map(repr, names))}.")
 
 
 def checked_softcap(softcap: float) -> float:

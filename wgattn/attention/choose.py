@@ -26,8 +26,8 @@ def choose(profile: DeviceProfile, problem: Problem, path: str = "auto") -> Choi
 
     Raises ArgumentError for a path that does not exist, Unsupported for a forced path that cannot run it, saying what is missing.
     """
-    if path != "auto":
-        if path not in PATHS:
+    if not isinstance(path, str) or path != "auto":
+        if not isinstance(path, str) or path not in PATHS:
             raise ArgumentError(f"There is no path {path!r}; choose one of auto, {', '.join(PATHS)}.")
         missing = PATHS[path].unsupported(profile, problem)
         if missing:

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ShapeError
+from ..errors import ShapeError
 from ..gpu import Device, Recording, Tensor, grid
 from .arguments import (
     FLOATS,
+    checked_flag,
     checked_lengths,
     checked_mask,
+    checked_name,
     checked_softcap,
     checked_vector,
     checked_window,
@@ -185,10 +187,9 @@ def prepare(
 ) -> Call:
     """Check the arguments of `scaled_dot_product_attention` and state the problem; touches no device."""
     mask, slopes, alignment = attn_mask, alibi_slopes, causal_alignment
-    if layout not in ("bhsd", "bshd"):
-        raise ArgumentError(f"layout is {layout!r}; it must be 'bhsd' or 'bshd'.")
-    if alignment not in ("bottom_right", "top_left"):
-        raise ArgumentError(f"causal_alignment is {alignment!r}; it must be 'bottom_right' or 'top_left'.")
+    is_causal = checked_flag("is_causal", is_causal)
+    checked_name("layout", layout, ("bhsd", "bshd"))
+    checked_name("causal_alignment", alignment, ("bottom_right", "top_left"))
     given = {"query": query, "key": key, "value": value, "attn_mask": mask, "sinks": sinks, "alibi_slopes": slopes, "key_lengths": key_lengths}
     device, as_tensors = device_of(given, device)
     query, key, value = (floating(name, given[name]) for name in ("query", "key", "value"))

@@ -13,6 +13,8 @@ ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
 """By GGUF name; whether RoPE pairs neighbouring channels (Llama's converter reorders rows for that)."""
 _AGAIN = "download the file again"
 _LARGEST = 1 << 24
+_LARGEST_FACTOR = {"attn_factor": 100.0}
+"""It multiplies queries and keys: about 1 in models that there are, and far more overflows."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class LlamaConfig:
             raise Unsupported(f"{file.path} is a mixture of experts ({arch}.expert_count), which is not supported.")
         numbers = _Numbers(file, arch)
         embed, heads = numbers.whole("embedding_length"), numbers.whole("attention.head_count")
+        if heads > embed and file.get(f"{arch}.attention.key_length") is None:
+            raise numbers.wrong("attention.head_count", heads, f"more than its {embed} channels ({arch}.embedding_length)")
         head_dim = numbers.whole("attention.key_length", embed // heads)
         kv_heads = numbers.whole("attention.head_count_kv", heads)
         if heads % kv_heads:
@@ -87,11 +91,12 @@ class _Numbers:
             raise self.wrong(key, value, f"and a number from 1 to {_LARGEST - 1} belongs there")
         return value
 
-    def real(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
+    def real(self, key: str, default: float | None = None, *, zero: bool = False, most: float = math.inf) -> float:
         name = f"{self._arch}.{key}"
         value = default if default is not None and self._file.get(name) is None else self._file.require(name, float)
-        if not (value > 0 or (zero and value == 0)) or math.isinf(value):  # NaN is not above 0
-            raise self.wrong(key, value, f"and a finite number {'not below' if zero else 'above'} 0 belongs there")
+        if not (value > 0 or (zero and value == 0)) or math.isinf(value) or value > most:  # NaN is not above 0
+            limits = f"{'not below' if zero else 'above'} 0" + ("" if math.isinf(most) else f" and at most {most:g}")
+            raise self.wrong(key, value, f"and a finite number {limits} belongs there")
         return value
 
 
@@ -110,14 +115,15 @@ def _rope_scaling(file: ModelFile, numbers: _Numbers) -> dict | None:
     name = f"{file.architecture}.rope.scaling.type"
     if file.get(name) is None or file.require(name, str) == "none":
         return None
-    keys = {
+    keys = {  # by the names of Hugging Face
         "factor": "factor",
         "original_max_position_embeddings": "original_context_length",
         "attention_factor": "attn_factor",
         "beta_fast": "yarn_beta_fast",
         "beta_slow": "yarn_beta_slow",
     }
-    found = {name: numbers.real(f"rope.scaling.{key}") for name, key in keys.items() if file.get(f"{file.architecture}.rope.scaling.{key}") is not None}
+    given = {name: key for name, key in keys.items() if file.get(f"{file.architecture}.rope.scaling.{key}") is not None}
+    found = {name: numbers.real(f"rope.scaling.{key}", most=_LARGEST_FACTOR.get(key, _LARGEST)) for name, key in given.items()}
     if "attention_factor" in found:  # llama.cpp multiplies where Hugging Face replaces
         found["attention_factor"] *= 0.1 * math.log(max(found.get("factor", 1.0), 1.0)) + 1
     return {"rope_type": file.require(name, str)} | found
