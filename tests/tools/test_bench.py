@@ -324,6 +324,18 @@ def test_an_interruption_keeps_what_is_done(run, plan, tmp_path):
     assert "Left" in picture.read_text()
 
 
+def test_a_run_that_ends_by_a_fault_says_so(run, plan, tmp_path):
+    def fault():
+        raise ZeroDivisionError
+
+    path = tmp_path / "x.json"
+    plan(counted("a"), counted("b", before=fault))
+    with pytest.raises(ZeroDivisionError):
+        run("--json", path)
+    found = json.loads(path.read_text())
+    assert (found["state"], len(found["rows"])) == ("failed", 2)
+
+
 def test_the_file_is_valid_after_each_row_and_before_the_first(run, plan, tmp_path):
     path, seen = tmp_path / "x.json", []
     look = lambda: seen.append([r["problem"] for r in json.loads(path.read_text())["rows"]])  # noqa: E731

@@ -97,6 +97,17 @@ def test_leaving_a_profile(bench, capsys, monkeypatch, tmp_path):
     assert not (tmp_path / "x.svg").exists()
 
 
+def test_a_depth_that_does_not_fit_is_told_before_anything_is_measured(bench, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(profile, "row_of", None)
+    path = tmp_path / "x.json"
+    assert cli.main(["bench", "--profile", "generate", "--model", "random", "--depth", str(10**9), "--json", str(path)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("wgattn: ")
+    assert err.count("\n") == 1
+    assert json.loads(path.read_text())["state"] == "failed"
+
+
 def test_random_models_are_made_of_their_shape():
     made = MADE(SMALL, 300)
     assert made.tensors["blk.1.ffn_down.weight"].shape == (64, 96)

@@ -182,12 +182,11 @@ def _segments(row: Sequence[tuple[str, float, str | None]], total: float, width:
 
 def profile_step(bench: Bench, depth: int) -> StepProfile:
     """Time every dispatch of one decode step of the model behind `depth` positions."""
-    copy = ceilings.cases(bench)[0]
-    bandwidth = row_of(bench, copy).rate
-    if not bandwidth:
-        raise CapacityError(f"{bench.device.name} could not copy: without its bandwidth there is nothing to compare with.")
     loaded = load(bench, max(512, -(-(depth + _DRIFT) // 256) * 256))
     model = loaded.model
+    bandwidth = row_of(bench, ceilings.cases(bench)[0]).rate
+    if not bandwidth:
+        raise CapacityError(f"{bench.device.name} could not copy: without its bandwidth there is nothing to compare with.")
     arrange(model, depth, 1)
     host = measure(bench, Work([step_recording(model, depth)])).host  # and the device is awake now
     recording, clock = greedy_recording(model, depth), ReplayClock(bench.device)

@@ -33,7 +33,7 @@ class Report:
     ceilings: dict[str, float] = field(default_factory=dict)
     profile: dict[str, Any] | None = None
     state: str = "running"
-    """ "running", "interrupted" or "complete"."""
+    """ "running", "complete", "interrupted" by the user, or "failed"."""
     baseline: Mapping[str, Any] | None = None
 
     @classmethod
@@ -61,6 +61,12 @@ class Report:
     def json(self) -> dict[str, Any]:
         whole = {"format": FORMAT, "state": self.state, **self.about, "ceilings": self.ceilings, "rows": [row.json() for row in self.rows]}
         return whole if self.profile is None else whole | {"profile": self.profile}
+
+    def close(self, path: Path | None) -> None:
+        """Save for the last time; a run that is still running now has failed."""
+        self.state = "failed" if self.state == "running" else self.state
+        if path:
+            self.save(path)
 
     def save(self, path: Path) -> None:
         """Write the file, all at once or not at all."""

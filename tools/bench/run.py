@@ -73,8 +73,7 @@ def run(
             except KeyboardInterrupt:
                 report.state = "interrupted"
     finally:
-        if json_file:
-            report.save(json_file)
+        report.close(json_file)
     if svg_file:
         _draw(console, Dashboard(report), svg_file, "wgattn bench" + (" --quick" if quick else ""))
     if report.state == "interrupted":
@@ -127,8 +126,7 @@ def profile(
         report.state = "interrupted"
         return 130
     finally:
-        if json_file:
-            report.save(json_file)
+        report.close(json_file)
     for part in (*Dashboard(report).header(), found):
         console.print(part)
     if svg_file:
