@@ -260,23 +260,28 @@ _GPU_WORKGROUPS = 264
 
 
 def _vector_shape(profile: DeviceProfile, rows: int, columns: int, head_dim: int, arithmetic: str) -> VectorShape | None:
-    """The shape for one token; None where workgroup memory for x is missing, or subgroups that int8 needs."""
+    """The shape for one token; None where workgroup memory for x is missing, or subgroups that int8 needs.
+
+    About 80,000 invocations keep a large GPU's loads in flight: where rows are few they get many lanes each, where there are many a team takes
+    several. Workgroups are large, since each reads all of x.
+    """
     chunks = columns // CHUNK
-    lanes = min(128, power_of_two(2 * chunks - 1), max(16, power_of_two((1 << 20) // rows)))
+    lanes = min(128, power_of_two(2 * chunks - 1), max(16, power_of_two((1 << 19) // rows)))
     lanes = max(lanes, power_of_two(-(-chunks // 4) * 2 - 1))  # at most four chunks a lane
     subgroup = profile.subgroup_size if profile.team_part(2).startswith("team_subgroup") else 1
     most = power_of_two(profile.max_invocations)
-    workgroup = most if head_dim else min(256, most)
+    workgroup = most if head_dim else min(512, most)
     if lanes > workgroup or workgroup < subgroup or (arithmetic == "int8" and 1 in (subgroup, lanes)):
         return None
-    batch = 4 if head_dim or rows * lanes > 1 << 19 else 2
     if head_dim:
+        batch = 4
         teams = math.gcd(workgroup // lanes, head_dim // batch)
         shape = VectorShape(lanes, teams, batch, head_dim // batch // teams, columns, subgroup)
     else:
-        batches = min(8, power_of_two(rows * lanes // batch >> 18))
-        shape = VectorShape(lanes, workgroup // lanes, batch, batches, columns, subgroup)
-        while shape.rows > 4 and shape.workgroup > max(64, subgroup) and -(-rows // shape.rows) < _GPU_WORKGROUPS:
+        each = min(16, max(2, power_of_two(int(rows * lanes / 81920 * 2**0.5)))) if chunks > lanes else 2  # rows of a team, to the nearest power of two
+        batch = 4 if each == 4 else 2
+        shape = VectorShape(lanes, workgroup // lanes, batch, each // batch, columns, subgroup)
+        while shape.rows > 4 and shape.workgroup > max(64, subgroup) and -(-rows // shape.rows) < _GPU_WORKGROUPS // 4:
             shape = replace(shape, teams=shape.teams // 2)
     if shape.workgroup % subgroup or shape.rows % 4 or shape.rows // 4 > shape.workgroup:
         return None
