@@ -32,7 +32,6 @@ class KVCache:
         limit = min(device.profile.max_binding, device.profile.max_buffer)
         if nbytes > limit:
             fits = limit * capacity // nbytes
-            limit = device.profile.max_binding
             raise CapacityError(f"A {self.dtype} cache of {capacity} positions takes {nbytes} bytes a layer; {device.name} can bind {limit}: {fits} positions.")
         self.keys = (arena or device).empty(shape, self.format.dtype)
         self.values = (arena or device).empty(shape, self.format.dtype)
