@@ -18,7 +18,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   let lane = index % LANES;
   let team = index / LANES;
   let b = group.z;
-  let first_row = group.x * TEAMS * ROWS;        // of the workgroup
+  let first_row = (params.first_group + group.x) * TEAMS * ROWS;   // of the workgroup
   if (first_row >= flash_count()) { return; }
   let row = first_row + team * ROWS;             // of the team
   let k_at = b * params.k_batch + group.y * params.k_head;

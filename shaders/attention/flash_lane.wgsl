@@ -9,7 +9,7 @@
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) index: u32) {
   let b = group.z;
-  let row = (group.x * WORKGROUP + index) * ROWS;
+  let row = ((params.first_group + group.x) * WORKGROUP + index) * ROWS;
   if (row >= flash_count()) { return; }
   let k_at = b * params.k_batch + group.y * params.k_head;
   let v_at = b * params.v_batch + group.y * params.v_head;

@@ -14,13 +14,13 @@ import pytest
 
 import wgattn
 from tests.helpers import assert_close, dirty_workgroup_memory, poison
-from tests.watch import Guard
+from tests.watch import Calls, Guard
 from wgattn import AttentionPipeline, reference
 from wgattn.attention import split, tune, unfused
 from wgattn.attention.paths import PATHS, PORTABLE_PATHS
 from wgattn.attention.problem import OPEN, Operands, Problem, Rows
 from wgattn.errors import ArgumentError, CapacityError, DeviceError, Unsupported
-from wgattn.gpu import Device, Recording
+from wgattn.gpu import Device, DeviceProfile, Recording
 
 F32, F16 = np.float32, np.float16
 sdpa = wgattn.scaled_dot_product_attention
@@ -469,6 +469,64 @@ def test_prefill_in_chunks(device, rng, chunk):
     assert_close(np.concatenate(out, 1), expected, max_error=2e-6, chunk=chunk)
     assert np.array_equal(pipe.cache.k(T), whole.cache.k(T))
     assert np.array_equal(pipe.cache.v(T), whole.cache.v(T))
+
+
+@pytest.mark.conformance(variant=["gpu_shape"])
+@pytest.mark.parametrize("variant", ["software", "gpu_shape"])
+def test_a_long_prompt_is_cut_into_short_submits(devices, rng, monkeypatch, variant):
+    """ggml-org/llama.cpp issues 27306, 18523, 21724: a dispatch of seconds is ended by the driver. Here a device may do a million operations at a time."""
+    device = devices[variant]
+    q, k, v = (device.tensor(a) for a in draw(rng, 2, 6, 2, 150, 170, 8))  # 2 * 2 * 6 * 150 * 120 * 16 operations, 6.9 million
+    options = {"attn_mask": device.tensor(rng.standard_normal((6, 150, 170)).astype(F32)), "is_causal": True, "window_size": 120, "return_lse": True}
+    for path in ("flash", "unfused", "gemm"):
+        whole = [t.numpy() for t in sdpa(q, k, v, **options, path=path)]
+        with monkeypatch.context() as patch:
+            patch.setattr(DeviceProfile, "most_operations", 1_000_000)
+            calls, made = Calls(device, patch), watch_recordings(patch)
+            cut = sdpa(q, k, v, **options, path=path)
+            (recording,) = made
+            submits = recording.submits()
+        assert calls["submit"] == len(submits) >= (7 if path == "flash" else 2), path
+        assert [d for part in submits for d in part] == list(recording)
+        for part in submits:
+            assert sum(d.operations for d in part) <= 1e6 or sum(d.operations > 0 for d in part) == 1, (path, part)
+        if path == "flash":
+            assert len(recording) == len(submits), "each dispatch has some of the queries"
+            assert all(d.operations <= 1e6 for d in recording)
+        for a, b in zip(cut, whole, strict=True):
+            assert np.array_equal(a.numpy(), b), path
+
+
+def test_a_long_prompt_of_a_pipeline_is_cut_too(device, rng, monkeypatch):
+    """Behind a history; a step stays one submit however long the history is."""
+    whole = AttentionPipeline(4, 2, 8, capacity=256, device=device)
+    history, prompt, token = (step(rng, whole, n) for n in (50, 200, 1))
+    whole.prefill(*history)
+    pipe = whole.fork()
+    expected = [whole.prefill(*prompt), whole.decode(*token)]
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceProfile, "most_operations", 1_000_000)
+        tensors = [[device.tensor(a) for a in arrays] for arrays in (prompt, token)]
+        calls, found = Calls(device, patch), []
+        for call, given in zip((pipe.prefill, pipe.decode), tensors, strict=True):
+            calls.clear()
+            found.append(call(*given))
+            assert (calls["submit"] == 1) == (call == pipe.decode)
+            assert calls["submit"] >= 2 * 4 * 200 * 250 * 16 / 1e6 or call == pipe.decode
+    for a, b in zip(found, expected, strict=True):
+        assert np.array_equal(a.numpy(), b)
+
+
+def watch_recordings(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
+    """The recordings that are replayed from now on."""
+    replayed, replay = [], Recording.replay
+
+    def watch(self: Recording, *args: Any, **kwargs: Any) -> None:
+        replayed.append(self)
+        replay(self, *args, **kwargs)
+
+    monkeypatch.setattr(Recording, "replay", watch)
+    return replayed
 
 
 @every_path

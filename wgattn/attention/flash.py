@@ -57,4 +57,4 @@ def record(recording: Recording, problem: Problem, operands: Operands, shape: Fl
     )
     teams = shape.workgroup // shape.lanes
     groups = (-(-problem.queries * problem.ratio // (teams * shape.rows)), problem.num_kv_heads, problem.batch)
-    common.add(recording, kernel, groups, problem, operands, label="attention")
+    common.add_pieces(recording, kernel, groups, problem, operands, "attention")

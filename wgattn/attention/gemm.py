@@ -8,7 +8,7 @@ from typing import Any
 
 from ..gpu import Device, DeviceProfile, Kernel, Part, Recording
 from . import problem as common
-from .matrices import Matrices, add_softmax, mask_share, neutral_options, padded, rounds, softmax_lanes, too_large
+from .matrices import Matrices, add_softmax, mask_share, neutral_options, operations, padded, rounds, softmax_lanes, too_large
 from .problem import Operands, Problem
 
 _DIRECT_STEP = 4
@@ -200,18 +200,19 @@ def record(recording: Recording, problem: Problem, operands: Operands, shapes: G
     for first, planes in parts:
         bound = scratch | {"matrices": sizes.uniform(device, first, planes)}
 
-        def add(name: str, groups: tuple[int, ...], **matrix: Any) -> None:
-            common.add(recording, kernels[name], groups, problem, operands, bound | matrix, label=f"attention {name.replace('_', ' ')}")  # noqa: B023
+        def add(name: str, groups: tuple[int, ...], depth: int = 0, **matrix: Any) -> None:
+            label, work = f"attention {name.replace('_', ' ')}", operations(problem, sizes, planes, depth)  # noqa: B023
+            common.add(recording, kernels[name], groups, problem, operands, bound | matrix, label=label, operations=work)  # noqa: B023
 
         add("rearrange_qkv", (*_blocks(max(sizes.rows, sizes.columns), max(sizes.depth, sizes.channels)), planes))
         if masked:
             add("rearrange_mask", (math.ceil(sizes.columns / _BLOCK), sizes.rows // 8, sizes.mask_planes(first, planes)))
         groups = (sizes.rows // shapes.scores.MWG, sizes.columns // shapes.scores.NWG, planes)
-        add("scores", groups, matrix_a=scratch["queries_t"], matrix_b=scratch["keys_t"])
+        add("scores", groups, sizes.depth, matrix_a=scratch["queries_t"], matrix_b=scratch["keys_t"])
         add_softmax(recording, problem, operands, bound, planes, lanes)
         add("transpose", (*_blocks(sizes.columns, sizes.rows), planes))
         groups = (sizes.channels // shapes.outputs.NWG, sizes.rows // shapes.outputs.MWG, planes)
-        add("outputs", groups, matrix_a=scratch["values_p"], matrix_b=scratch["probabilities_t"])
+        add("outputs", groups, sizes.channels, matrix_a=scratch["values_p"], matrix_b=scratch["probabilities_t"])
         add("transpose_output", (*_blocks(problem.queries, problem.value_dim), planes))
 
 

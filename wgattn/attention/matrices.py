@@ -48,6 +48,11 @@ class Matrices:
         return device.uniform(np.array(sizes, np.uint32).tobytes())
 
 
+def operations(problem: Problem, matrices: Matrices, planes: int, depth: int) -> float:
+    """Multiplications and additions of a product that makes or takes a round's scores; 0 as in `Problem.operations`."""
+    return 0.0 if problem.lengths == "step" else 2.0 * planes * matrices.rows * matrices.columns * depth
+
+
 def mask_share(problem: Problem, operands: Operands) -> int:
     """Neighbouring planes (heads of sequences) that have one mask in common."""
     batch, head, _, _ = operands.mask_strides

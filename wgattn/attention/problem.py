@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,6 +73,16 @@ class Problem:
         return self.batch * self.num_heads * self.queries
 
     @property
+    def operations(self) -> float:
+        """Multiplications and additions of both products, at most: of a prompt as if all its queries saw what the last one sees.
+
+        0 where a recorded step says how many keys there are: its tokens are never many.
+        """
+        if self.lengths == "step":
+            return 0.0
+        return 2.0 * self.rows * min(self.keys, self.left + self.right + 1) * (self.head_dim + self.value_dim)
+
+    @property
     def storage_buffers(self) -> int:
         """How many a kernel binds that does it all."""
         return 4 + sum((self.mask != "none", self.alibi, self.sinks, self.lse, self.lengths == "each"))
@@ -139,7 +150,7 @@ class Operands:
         return {name: buffer for name, buffer in named.items() if buffer is not None} | self.extra
 
 
-def params(problem: Problem, operands: Operands, splits: int = 1) -> dict[str, float]:
+def params(problem: Problem, operands: Operands, splits: int = 1, first_group: int = 0) -> dict[str, float]:
     """The values of `attention/parts/problem.wgsl`."""
     p, o = problem, operands
     strides = {
@@ -151,7 +162,7 @@ def params(problem: Problem, operands: Operands, splits: int = 1) -> dict[str, f
     mask = dict(zip(("mask_batch", "mask_head", "mask_row", "mask_column"), o.mask_strides, strict=True))
     sizes = {"batch": p.batch, "heads": p.num_heads, "kv_heads": p.num_kv_heads, "queries": p.queries, "keys": p.keys}
     rule = {"left": p.left, "right": p.right, "bottom_right": int(p.bottom_right), "scale": p.scale, "softcap": p.softcap}
-    return {**sizes, **strides, **scales, **mask, "mask_first": o.mask_first, **rule, "splits": splits}
+    return {**sizes, **strides, **scales, **mask, "mask_first": o.mask_first, **rule, "splits": splits, "first_group": first_group}
 
 
 def rows_part(problem: Problem, name: str) -> Part:
@@ -202,11 +213,23 @@ def add(
     scratch: Mapping[str, Any] | None = None,
     splits: int = 1,
     label: str = "",
+    operations: float = 0.0,
+    first_group: int = 0,
 ) -> None:
     """Append a dispatch, binding what the kernel declares out of operands and scratch."""
     everything = operands.buffers() | dict(scratch or {})
     buffers = {name: everything[name] for name, _ in kernel.source.buffers if name != "params"}
-    recording.add(kernel, groups, buffers, params(problem, operands, splits), label or kernel.source.name)
+    recording.add(kernel, groups, buffers, params(problem, operands, splits, first_group), label or kernel.source.name, operations)
+
+
+def add_pieces(recording: Recording, kernel: Kernel, groups: tuple[int, int, int], problem: Problem, operands: Operands, label: str) -> None:
+    """As `add`, for a kernel that does it all: as many dispatches as keep each short, of a share of the workgroups along x each."""
+    x, y, z = groups
+    operations = problem.operations
+    share = max(1, x // max(1, math.ceil(operations / recording.device.profile.most_operations)))
+    for first in range(0, x, share):
+        n = min(share, x - first)
+        add(recording, kernel, (n, y, z), problem, operands, label=label, operations=operations * n / x, first_group=first)
 
 
 def packs_output(problem: Problem) -> bool:

@@ -86,7 +86,8 @@ def _record(recording: Recording, p: Problem, operands: Operands, stage: str, ou
         scores = scores or device.empty((planes, sizes.rows, sizes.columns), np.float32)
         scratch = {"scores": scores, "matrices": sizes.uniform(device, first, planes), "stage": out}
         groups = (*grid(planes * blocks, limit), math.ceil(p.keys / (4 * shape.workgroup)))
-        common.add(recording, qk, groups, p, operands, scratch, label="attention scores")
+        work = common_matrices.operations(p, sizes, planes, p.head_dim)
+        common.add(recording, qk, groups, p, operands, scratch, label="attention scores", operations=work)
         if stage == "softmax":
             common_matrices.add_softmax(recording, p, operands, scratch, planes, shape.lanes)
         common.add(recording, copy, grid(math.ceil(planes * p.queries * p.keys / 64), limit), p, operands, scratch, label=f"attention {stage}")

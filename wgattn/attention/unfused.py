@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..gpu import DeviceProfile, Recording, grid
 from . import problem as common
-from .matrices import Matrices, add_softmax, padded, rounds, softmax_lanes, too_large
+from .matrices import Matrices, add_softmax, operations, padded, rounds, softmax_lanes, too_large
 from .problem import Operands, Problem
 
 
@@ -55,7 +55,9 @@ def record(recording: Recording, problem: Problem, operands: Operands, shape: Un
     for first, planes in parts:
         scratch = {"scores": scores, "matrices": matrices.uniform(device, first, planes)}
         groups = (*grid(planes * blocks, limit), math.ceil(problem.keys / (4 * shape.workgroup)))
-        common.add(recording, qk, groups, problem, operands, scratch, label="attention scores")
+        work = operations(problem, matrices, planes, problem.head_dim)
+        common.add(recording, qk, groups, problem, operands, scratch, label="attention scores", operations=work)
         add_softmax(recording, problem, operands, scratch, planes, shape.lanes)
         groups = grid(math.ceil(planes * blocks * problem.value_width / shape.workgroup), limit)
-        common.add(recording, qkv, groups, problem, operands, scratch, label="attention outputs")
+        work = operations(problem, matrices, planes, problem.value_dim)
+        common.add(recording, qkv, groups, problem, operands, scratch, label="attention outputs", operations=work)

@@ -49,6 +49,11 @@ class DeviceProfile:
         """A CPU pretends to be the GPU: loads are per lane and barriers dear, so kernels take other shapes."""
         return self.kind == "CPU"
 
+    @property
+    def most_operations(self) -> float:
+        """Multiplications and additions that may go into one submit: drivers end what runs for some seconds. Half a second of the slowest of their kind."""
+        return 2.0**37 if self.kind == "DiscreteGPU" else 2.0**35
+
     def team_part(self, lanes: int) -> str:
         """Which of the shader parts `team_*` adds up over that many invocations: nothing, subgroup operations, or workgroup memory."""
         if lanes == 1:

@@ -32,10 +32,12 @@ class Dispatch:
     groups: tuple[int, int, int]
     nbytes: Mapping[str, int]
     """What is bound, by the buffers' names, whether or not the kernel touches all of it."""
+    operations: float = 0.0
+    """Multiplications and additions, about; 0 for what is always short."""
 
 
 class Recording:
-    """An ordered list of dispatches. `add` builds, `replay` only encodes and submits: one compute pass, one submit.
+    """An ordered list of dispatches. `add` builds, `replay` only encodes and submits: one compute pass, one submit (more where drivers would end it).
 
     What changes between replays lives in buffers that the dispatches read, never in the list.
     """
@@ -51,8 +53,19 @@ class Recording:
     def __iter__(self) -> Iterator[Dispatch]:
         return iter(self.dispatches)
 
-    def add(self, kernel: Kernel, groups: tuple[int, ...], buffers: Mapping[str, Any], params: Mapping[str, float] | None = None, label: str = "") -> None:
-        """Append one dispatch of `groups` workgroups (x[, y[, z]]); `params` fills `struct Params`, bound under the name `params`."""
+    def add(
+        self,
+        kernel: Kernel,
+        groups: tuple[int, ...],
+        buffers: Mapping[str, Any],
+        params: Mapping[str, float] | None = None,
+        label: str = "",
+        operations: float = 0.0,
+    ) -> None:
+        """Append one dispatch of `groups` workgroups (x[, y[, z]]); `params` fills `struct Params`, bound under the name `params`.
+
+        operations: about how many it does, where they may be so many that a replay has to be several submits.
+        """
         x, y, z = (*groups, 1, 1)[:3]
         limit = self.device.profile.max_workgroups
         if max(x, y, z) > limit:
@@ -61,7 +74,7 @@ class Recording:
         if params is not None:
             bound["params"] = self.device.uniform(kernel.pack(params))
         nbytes = {name: _nbytes(b) for name, b in bound.items()}
-        self.dispatches.append(Dispatch(label or kernel.source.name, kernel, kernel.pipeline, kernel.bind(bound), (x, y, z), nbytes))
+        self.dispatches.append(Dispatch(label or kernel.source.name, kernel, kernel.pipeline, kernel.bind(bound), (x, y, z), nbytes, operations))
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> Tensor:
         """Memory for what one dispatch leaves to a later one: the same for every caller of that name and size, since dispatches run in order."""
@@ -70,10 +83,22 @@ class Recording:
             found = self._scratch[name] = self.device.empty(shape, dtype)
         return found
 
-    def encode(self, compute_pass: Any) -> None:
-        """Put all dispatches into an open compute pass."""
-        pipeline = None
+    def submits(self) -> list[list[Dispatch]]:
+        """The dispatches of a replay, by the submit that each goes into: a new one begins where operations would become too many."""
+        parts: list[list[Dispatch]] = [[]]
+        total = 0.0
         for d in self.dispatches:
+            if total and total + d.operations > self.device.profile.most_operations:
+                parts.append([])
+                total = 0.0
+            parts[-1].append(d)
+            total += d.operations
+        return parts
+
+    def encode(self, compute_pass: Any, dispatches: Iterable[Dispatch] | None = None) -> None:
+        """Put all dispatches, or some, into an open compute pass."""
+        pipeline = None
+        for d in self.dispatches if dispatches is None else dispatches:
             if d.pipeline is not pipeline:
                 pipeline = d.pipeline
                 compute_pass.set_pipeline(pipeline)
@@ -81,19 +106,22 @@ class Recording:
             compute_pass.dispatch_workgroups(*d.groups)
 
     def replay(self, times: int = 1, readback: Readback | None = None, copies: Sequence[Copy] = ()) -> None:
-        """Encode and submit everything, `times` over, in one pass and one submit. Returns without waiting.
+        """Encode and submit everything, `times` over, in one pass and one submit (as many as `submits` says). Returns without waiting.
 
-        `copies` go before, and `readback` then receives its tensor's contents, all in the same submit.
+        `copies` go before, and `readback` then receives its tensor's contents, in the same submits.
         """
-        with self.device.commands() as encoder:
-            for copy in copies:
-                encoder.copy_buffer_to_buffer(*copy)
-            compute_pass = encoder.begin_compute_pass()
-            for _ in range(times):
-                self.encode(compute_pass)
-            compute_pass.end()
-            if readback is not None:
-                readback.encode(encoder)
+        parts = self.submits()
+        runs = [parts * times] if len(parts) == 1 else [[part] for part in parts * times]
+        for i, run in enumerate(runs):
+            with self.device.commands() as encoder:
+                for copy in copies if i == 0 else ():
+                    encoder.copy_buffer_to_buffer(*copy)
+                compute_pass = encoder.begin_compute_pass()
+                for part in run:
+                    self.encode(compute_pass, part)
+                compute_pass.end()
+                if readback is not None and i == len(runs) - 1:
+                    readback.encode(encoder)
 
 
 def _nbytes(bound: Any) -> int:
