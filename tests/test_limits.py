@@ -106,8 +106,15 @@ def test_large_work_within_small_bindings(rng):
 
 # ---- the whole suite
 
-REFUSED: dict[str, tuple[str, ...]] = {}
-"""What may be refused within a set of limits: parts of the names of tests. Nothing else."""
+REFUSED = {
+    "max-storage-buffers-per-shader-stage": (
+        *("attention flash", "gpu_shape-flash", "attention half fused", "model-"),
+        *("test_each_models_shape", "test_each_family", "test_prefill_then_decode", "test_rmsnorm_qkv", "test_qkv"),
+    ),
+    "max-storage-buffer-binding-size": ("far_into_a_sequence", "test_steps_over_caches"),
+}
+"""What may be refused because of a limit: parts of the names of tests. Kernels of a layer with biases, QK-norm or mins of weights bind up to 11 buffers;
+tables and caches of many positions stay in one binding."""
 
 
 @pytest.mark.slow
@@ -119,5 +126,9 @@ def test_the_conformance_suite(name):
     assert not outcome.failed, (outcome.error, outcome.failures)
     assert outcome.facts["limits"] == SETS[name]
     assert outcome.total("passed") > 200
-    unexpected = [test for test, _ in outcome.refusals if not any(part in test for part in REFUSED.get(name, ()))]
-    assert not unexpected, [(test, message) for test, message in outcome.refusals if test in unexpected]
+    unknown = [
+        (test, reason)
+        for test, reason in outcome.refusals
+        if not any(part in test for part in REFUSED.get(reason.partition(":")[0], ())) or reason.partition(":")[0] not in SETS[name]
+    ]
+    assert not unknown

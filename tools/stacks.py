@@ -138,7 +138,7 @@ class Stack:
 _CPU = ("is a CPU", "matrix units")
 STACKS = (
     Stack("wgpu", "lavapipe", lavapipe, _CPU),
-    Stack("wgpu", "swiftshader", swiftshader, _CPU),
+    Stack("wgpu", "swiftshader", swiftshader, (*_CPU, "storage buffers")),  # it has 10 there, and 12 with Dawn
     Stack("dawn", "swiftshader", swiftshader, _CPU),
     Stack("wgpu", "gpu", real_gpu, ("matrix units",)),
     Stack("dawn", "gpu", real_gpu),
