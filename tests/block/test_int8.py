@@ -103,7 +103,7 @@ def test_an_attention_half(rng, kinds):
     assert nmse(got["exact"], exact) < 1e-10
 
 
-@pytest.mark.conformance
+@pytest.mark.conformance(fused=[True])
 @pytest.mark.parametrize("fused", [True, False])
 def test_an_mlp_half(rng, fused):
     weights, x = made(rng, 256, 512, ("Q4_K", "Q4_K", "Q6_K"), ("b_gate", "b_up")), rows(rng, 5, 256)
