@@ -16,7 +16,6 @@ from wgattn.cases.family import Choice, Family, compare
 from wgattn.errors import CapacityError, Unsupported
 from wgattn.gpu import Device
 
-
 MANY = 24
 """Rows of a family of which every other is enough."""
 
