@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import wgattn
-from tests.helpers import lacking, named_limit, not_available
+from tests.helpers import named_limit
 from tests.report import REFUSED
 from wgattn.errors import CapacityError, ModelNotFound, Unsupported
 from wgattn.gpu import Device, DeviceProfile, shader
@@ -41,16 +41,6 @@ def _chosen(item: pytest.Item, mark: pytest.Mark) -> bool:
         if not (wanted(given[name]) if callable(wanted) else given[name] in wanted):
             return False
     return True
-
-
-@pytest.fixture(autouse=True)
-def _needs(request: pytest.FixtureRequest) -> None:
-    """The mark `needs(what, ...)`: the test is not available on devices that lack it, and says so."""
-    for mark in request.node.iter_markers("needs"):
-        for what in mark.args:
-            reason = lacking(request.getfixturevalue("device"), what)
-            if reason:
-                not_available(reason)
 
 
 @pytest.hookimpl(wrapper=True)

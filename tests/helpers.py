@@ -1,7 +1,7 @@
 """What tests of kernels share: poisoned memory, comparison with the reference, and what a device may lack."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NoReturn
 
@@ -101,19 +101,6 @@ def dirty_workgroup_memory(device: Device) -> None:
 
 
 # ---- what a device lacks
-
-NEEDS: Mapping[str, Callable[[Device], bool]] = {
-    "f16": lambda device: device.profile.f16,
-    "subgroups": lambda device: device.profile.subgroup_size > 0,
-    "timestamps": lambda device: device.profile.timestamps,
-    "wgpu": lambda device: device.backend.name == "wgpu",
-}
-"""What a test may be marked to need, and how a device shows that it has it."""
-
-
-def lacking(device: Device, what: str) -> str | None:
-    """Why a test that needs this is not available on a device; None where it is."""
-    return None if NEEDS[what](device) else f"{what} is what {device.name} over {device.backend.name} lacks"
 
 
 def not_available(reason: str) -> NoReturn:
