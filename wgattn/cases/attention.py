@@ -228,7 +228,7 @@ CACHED = Family(
         "window": (None, 9),
     },
     _cached,
-    rows=("path", "kv_dtype"),
+    rows=("kv_dtype",),
     numbers=("window", "heads"),
 )
 MERGE = Family("merge_state", {"first": tuple(_DTYPES), "second": tuple(_DTYPES), "width": (64, 37)}, _merge)
