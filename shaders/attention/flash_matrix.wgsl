@@ -1,18 +1,16 @@
 // Attention of many queries on matrix units: o = softmax(adjust(scale * q . K)) . V, q, K, V and probabilities as f16, sums in f32.
 //                                                                                                            reference.attention
-// A subgroup computes 16 * ROW_MATRICES rows, as flash_rows numbers them, and walks over the keys that any row of the workgroup sees, KEYS at a
-// time: scores go through workgroup memory to lanes, LANES_ROW of them a row, and probabilities back. Loading matrices from that memory is what
-// takes the most time; with two ROW_MATRICES each of keys and values serves twice.
+// A workgroup computes 16 rows a subgroup, as flash_rows numbers them, and walks over the keys that any of them sees, KEYS at a time: scores go
+// through workgroup memory to lanes, LANES_ROW of them a row, and probabilities back.
 // FlashAttention (Dao et al. 2022), online softmax (Milakov and Gimelshein 2018). Matrices have no element access, so that outputs are rescaled
 // only where the maximum of a row grew by more than 8 (scores are in log2 units): probabilities are at most 2^8.
-// Workgroup memory: max(KEYS * 32 * (K_MATRICES + V_MATRICES + 1) + 16 * TEAMS * (6 * KEYS + 36) + 16, 16 * TEAMS * (32 * K_MATRICES + 16)): a tile of keys, one of values, scores and probabilities of each subgroup; at first the queries, at the end outputs.
+// Workgroup memory: MEMORY: a tile of keys, one of values, scores and probabilities of each subgroup; at first the queries, at the end outputs.
 // Options: HEAD_DIM, VALUE_DIM, KEYS, KEY_MATRICES = KEYS / 16, K_MATRICES, V_MATRICES = dims / 16 (rounded up), K_LOADS, V_LOADS = KEYS * matrices * 2 /
-// WORKGROUP (rounded up), ROW_MATRICES, LANES_ROW = SUBGROUP / 16 / ROW_MATRICES, QUADS = KEYS / 4 / LANES_ROW, PLAIN, WORKGROUP, SUBGROUP, MEMORY;
+// WORKGROUP (rounded up), QUADS = KEYS / 4 / LANES_ROW, LANES_ROW = SUBGROUP / 16, PLAIN, WORKGROUP, SUBGROUP, MEMORY;
 // parts: problem, lengths_*, rows_* as query, keys and values, row_halves_* as keys and values, adjust_*, flash_rows, store_* as out, finish, sink_*, lse_*.
 
 const TEAMS = WORKGROUP / SUBGROUP;
-const TEAM_ROWS = 16u * ROW_MATRICES;
-const TILE_ROWS = TEAM_ROWS * TEAMS;
+const TILE_ROWS = 16u * TEAMS;
 const K_PIECES = 2u * K_MATRICES;                // vectors of eight halves in a row
 const V_PIECES = 2u * V_MATRICES;
 const K_STRIDE = K_PIECES + 1u;                  // in vectors of eight halves; odd, so that lanes share no bank
@@ -81,20 +79,16 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     q_pairs[r * K_STRIDE * 2u + c] = query_halves(flash_query(b, flash_row(b, group.y, first_row + r)), c);
   }
   workgroupBarrier();
-  //@ unroll m in 0..ROW_MATRICES
   //@ unroll d in 0..K_MATRICES
-  let query$m_$d = subgroupMatrixLoad<Left, row_major>(q_halves, (team * TEAM_ROWS + $mu * 16u) * K_STRIDE * 8u + $du * 16u, K_STRIDE * 8u);
-  //@ end
+  let query$d = subgroupMatrixLoad<Left, row_major>(q_halves, team * 16u * K_STRIDE * 8u + $du * 16u, K_STRIDE * 8u);
   //@ end
   workgroupBarrier();
   if (index == 0u) { flag[0] = 0u; }
 
-  //@ unroll m in 0..ROW_MATRICES
   //@ unroll d in 0..V_MATRICES
-  var o$m_$d: Sums;
+  var o$d: Sums;
   //@ end
-  //@ end
-  let own = team * TEAM_ROWS + lane / LANES_ROW;       // the row whose scores this lane takes, and which part of them
+  let own = team * 16u + lane / LANES_ROW;       // the row whose scores this lane takes, and which part of them
   let part = lane % LANES_ROW;
   let row = flash_row(b, group.y, first_row + own);
   var reference = LOWEST;                        // what the row's probabilities are relative to
@@ -132,20 +126,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
     //@ unroll k in 0..KEY_MATRICES
     {
-      //@ unroll m in 0..ROW_MATRICES
-      var scores$m = Sums();
-      //@ end
+      var scores = Sums();
       //@ unroll d in 0..K_MATRICES
-      {
-        let keys = subgroupMatrixLoad<Right, col_major>(k_halves, $ku * 16u * K_STRIDE * 8u + $du * 16u, K_STRIDE * 8u);
-        //@ unroll m in 0..ROW_MATRICES
-        scores$m = subgroupMatrixMultiplyAccumulate(query$m_$d, keys, scores$m);
-        //@ end
-      }
+      scores = subgroupMatrixMultiplyAccumulate(query$d, subgroupMatrixLoad<Right, col_major>(k_halves, $ku * 16u * K_STRIDE * 8u + $du * 16u, K_STRIDE * 8u), scores);
       //@ end
-      //@ unroll m in 0..ROW_MATRICES
-      subgroupMatrixStore<row_major>(s_floats, (team * TEAM_ROWS + $mu * 16u) * S_STRIDE * 4u + $ku * 16u, scores$m, S_STRIDE * 4u);
-      //@ end
+      subgroupMatrixStore<row_major>(s_floats, team * 16u * S_STRIDE * 4u + $ku * 16u, scores, S_STRIDE * 4u);
     }
     //@ end
     workgroupBarrier();
@@ -180,30 +165,21 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let rescale = flag[0] != 0u;
     workgroupBarrier();
     if (rescale) {                               // the same for all: outputs go through the memory of scores
-      //@ unroll m in 0..ROW_MATRICES
       //@ unroll d in 0..V_MATRICES
-      subgroupMatrixStore<row_major>(s_floats, team * TEAM_ROWS * S_STRIDE * 4u, o$m_$d, 16);
+      subgroupMatrixStore<row_major>(s_floats, team * 16u * S_STRIDE * 4u, o$d, 16);
       workgroupBarrier();
-      for (var n = lane; n < 64u; n += SUBGROUP) { s_vectors[team * TEAM_ROWS * S_STRIDE + n] *= factors[team * TEAM_ROWS + $mu * 16u + n / 4u]; }
+      for (var n = lane; n < 64u; n += SUBGROUP) { s_vectors[team * 16u * S_STRIDE + n] *= factors[team * 16u + n / 4u]; }
       workgroupBarrier();
-      o$m_$d = subgroupMatrixLoad<Sums, row_major>(s_floats, team * TEAM_ROWS * S_STRIDE * 4u, 16);
+      o$d = subgroupMatrixLoad<Sums, row_major>(s_floats, team * 16u * S_STRIDE * 4u, 16);
       workgroupBarrier();
-      //@ end
       //@ end
       if (index == 0u) { flag[0] = 0u; }
     }
     //@ unroll k in 0..KEY_MATRICES
     {
-      //@ unroll m in 0..ROW_MATRICES
-      let p$m = subgroupMatrixLoad<Left, row_major>(p_halves, (team * TEAM_ROWS + $mu * 16u) * P_STRIDE * 8u + $ku * 16u, P_STRIDE * 8u);
-      //@ end
+      let p = subgroupMatrixLoad<Left, row_major>(p_halves, team * 16u * P_STRIDE * 8u + $ku * 16u, P_STRIDE * 8u);
       //@ unroll d in 0..V_MATRICES
-      {
-        let values = subgroupMatrixLoad<Right, row_major>(v_halves, $ku * 16u * V_STRIDE * 8u + $du * 16u, V_STRIDE * 8u);
-        //@ unroll m in 0..ROW_MATRICES
-        o$m_$d = subgroupMatrixMultiplyAccumulate(p$m, values, o$m_$d);
-        //@ end
-      }
+      o$d = subgroupMatrixMultiplyAccumulate(p, subgroupMatrixLoad<Right, row_major>(v_halves, $ku * 16u * V_STRIDE * 8u + $du * 16u, V_STRIDE * 8u), o$d);
       //@ end
     }
     //@ end
@@ -212,20 +188,18 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   for (var distance = 1u; distance < LANES_ROW; distance <<= 1u) { sum += subgroupShuffleXor(sum, distance); }
   let real = first_row + own < flash_count();
   if (part == 0u) { factors[own] = finish(b, row.h, row.i, reference, sum, real); }
-  //@ unroll m in 0..ROW_MATRICES
   //@ unroll d in 0..V_MATRICES
-  subgroupMatrixStore<row_major>(s_floats, team * TEAM_ROWS * S_STRIDE * 4u, o$m_$d, 16);
+  subgroupMatrixStore<row_major>(s_floats, team * 16u * S_STRIDE * 4u, o$d, 16);
   workgroupBarrier();
   for (var n = lane; n < 64u; n += SUBGROUP) {
-    let r = team * TEAM_ROWS + $mu * 16u + n / 4u;
+    let r = team * 16u + n / 4u;
     let c = $du * 4u + n % 4u;
     if (first_row + r < flash_count() && c < VALUE_WIDTH) {
       let factor = factors[r];
       let at = flash_output(b, flash_row(b, group.y, first_row + r));
-      out_store(at, c, select(vec4<f32>(), s_vectors[team * TEAM_ROWS * S_STRIDE + n] * factor, factor > 0.0));
+      out_store(at, c, select(vec4<f32>(), s_vectors[team * 16u * S_STRIDE + n] * factor, factor > 0.0));
     }
   }
   workgroupBarrier();
-  //@ end
   //@ end
 }

@@ -4,7 +4,7 @@
 // are merged at the end, those of one subgroup by its operations, then through workgroup memory: all heads at once where there is room.
 // Online softmax: Milakov and Gimelshein 2018; split keys: flash-decoding (Dao et al. 2023). Scores are in log2 units.
 // Workgroup memory: HEADS_AT_ONCE * MERGED * (16 * VALUE_WIDTH + 8), and that of the team part.
-// Options: HEAD_DIM, VALUE_DIM, GROUP, HEADS_AT_ONCE (1 or GROUP), LANES, KEYS, AHEAD, SLOTS and VALUE_SLOTS = ceil(WIDTH or VALUE_WIDTH / LANES), WORKGROUP;
+// Options: HEAD_DIM, VALUE_DIM, GROUP, HEADS_AT_ONCE (1 or GROUP), LANES, KEYS, SLOTS and VALUE_SLOTS = ceil(WIDTH or VALUE_WIDTH / LANES), WORKGROUP;
 // parts: problem, lengths_*, rows_* as query, keys and values, adjust_*, team_*, split_fold_*, split_one or split_many.
 
 const TEAMS = WORKGROUP / LANES;
@@ -47,59 +47,18 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   var o$g_$s = vec4<f32>();
   //@ end
   //@ end
-  let last_key = max(end, begin + 1u) - 1u;      // a split without keys reads one and makes nothing of it
   let rounds = (end - begin + TEAMS * KEYS - 1u) / (TEAMS * KEYS);   // the same for all teams: one without a key in the last round adds nothing
-  //@ unroll u in 0..KEYS
-  //@ unroll s in 0..SLOTS
-  var next_k$u_$s = vec4<f32>();
-  //@ end
-  //@ unroll s in 0..VALUE_SLOTS
-  var next_v$u_$s = vec4<f32>();
-  //@ end
-  //@ end
-  if (AHEAD) {                                   // keys and values are loaded a round ahead
-    //@ unroll u in 0..KEYS
-    //@ unroll s in 0..SLOTS
-    next_k$u_$s = keys_load(k_at + min(begin + $uu * TEAMS + team, last_key) * params.k_row, slot$s);
-    //@ end
-    //@ unroll s in 0..VALUE_SLOTS
-    next_v$u_$s = values_load(v_at + min(begin + $uu * TEAMS + team, last_key) * params.v_row, min(lane + $su * LANES, VALUE_WIDTH - 1u));
-    //@ end
-    //@ end
-  }
   for (var round = 0u; round < rounds; round++) {
     //@ unroll u in 0..KEYS
     let key$u = begin + (round * KEYS + $uu) * TEAMS + team;
-    let j$u = min(key$u, last_key);
-    //@ end
-    if (!AHEAD) {
-      //@ unroll u in 0..KEYS
-      //@ unroll s in 0..SLOTS
-      next_k$u_$s = keys_load(k_at + j$u * params.k_row, slot$s);
-      //@ end
-      //@ unroll s in 0..VALUE_SLOTS
-      next_v$u_$s = values_load(v_at + j$u * params.v_row, min(lane + $su * LANES, VALUE_WIDTH - 1u));
-      //@ end
-      //@ end
-    }
-    //@ unroll u in 0..KEYS
+    let j$u = min(key$u, end - 1u);
     //@ unroll s in 0..SLOTS
-    let k$u_$s = next_k$u_$s;
+    let k$u_$s = keys_load(k_at + j$u * params.k_row, slot$s);
     //@ end
     //@ unroll s in 0..VALUE_SLOTS
-    let v$u_$s = next_v$u_$s;
+    let v$u_$s = values_load(v_at + j$u * params.v_row, min(lane + $su * LANES, VALUE_WIDTH - 1u));
     //@ end
     //@ end
-    if (AHEAD && round + 1u < rounds) {
-      //@ unroll u in 0..KEYS
-      //@ unroll s in 0..SLOTS
-      next_k$u_$s = keys_load(k_at + min(key$u + KEYS * TEAMS, last_key) * params.k_row, slot$s);
-      //@ end
-      //@ unroll s in 0..VALUE_SLOTS
-      next_v$u_$s = values_load(v_at + min(key$u + KEYS * TEAMS, last_key) * params.v_row, min(lane + $su * LANES, VALUE_WIDTH - 1u));
-      //@ end
-      //@ end
-    }
     //@ unroll g in 0..GROUP
     {
       var higher = max$g;

@@ -68,7 +68,7 @@ def stand_in(profile: DeviceProfile, monkeypatch: pytest.MonkeyPatch, device: De
     """A device that says it is another; kernels are written and held against its limits, but neither compiled nor bound. And the kernels."""
     made: list[Kernel] = []
 
-    def add(self: Recording, kernel: Kernel, groups: tuple[int, ...], buffers: dict[str, Any], params: Any = None, label: str = "") -> None:
+    def add(self: Recording, kernel: Kernel, groups: tuple[int, ...], buffers: dict[str, Any], *others: Any) -> None:
         assert max(groups) <= profile.max_workgroups, f"{kernel.source.name}: grid {groups}"
         assert {name for name, _ in kernel.source.buffers} - {"params"} == set(buffers)
         made.append(kernel)

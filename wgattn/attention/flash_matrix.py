@@ -11,21 +11,16 @@ from .problem import Operands, Problem
 
 _UNIT = ("f16", "f32", 16, 16, 16)
 _GPU_WORKGROUPS = 264
-"""Workgroups that keep a large GPU busy."""
+"""Workgroups that keep a large GPU busy: fewer are made smaller."""
 
 
 @dataclass(frozen=True)
 class FlashMatrixShape:
-    """`teams` subgroups compute 16 * `matrices` rows each, `keys` keys at a time."""
+    """`teams` subgroups compute 16 rows each, `keys` keys at a time."""
 
     teams: int
-    matrices: int
     keys: int
     subgroup: int
-
-    @property
-    def rows(self) -> int:
-        return 16 * self.teams * self.matrices
 
     @property
     def workgroup(self) -> int:
@@ -34,13 +29,13 @@ class FlashMatrixShape:
     def workgroup_bytes(self, problem: Problem) -> int:
         """What the kernel keeps: tiles of keys and values, scores, probabilities, a factor a row; at first the queries."""
         k_row, v_row = (32 * math.ceil(dim / 16) + 16 for dim in (problem.head_dim, problem.value_dim))
-        return max(self.keys * (k_row + v_row) + self.rows * (4 * self.keys + 16 + 2 * self.keys + 16 + 4) + 16, self.rows * k_row)
+        rows = 16 * self.teams
+        return max(self.keys * (k_row + v_row) + rows * (4 * self.keys + 16 + 2 * self.keys + 16 + 4) + 16, rows * k_row)
 
 
 def _fitting(profile: DeviceProfile, problem: Problem) -> list[FlashMatrixShape]:
     """Shapes that fit the device, the quickest for large problems first."""
-    sizes = ((4, 2, 32), (4, 2, 16), (4, 1, 32), (2, 1, 32), (4, 1, 16), (2, 1, 16), (1, 1, 16))
-    shapes = [FlashMatrixShape(*size, profile.subgroup_size) for size in sizes if 16 * size[1] <= profile.subgroup_size]
+    shapes = [FlashMatrixShape(teams, keys, profile.subgroup_size) for teams, keys in ((8, 16), (4, 32), (2, 32), (4, 16), (2, 16), (1, 16))]
     return [s for s in shapes if s.workgroup_bytes(problem) <= profile.workgroup_memory and s.workgroup <= profile.max_invocations]
 
 
@@ -61,8 +56,9 @@ def choose_flash_matrix(profile: DeviceProfile, problem: Problem) -> FlashMatrix
     """The shape for a problem on a device; pure."""
     fit = _fitting(profile, problem)
     rows = problem.queries * problem.ratio
-    busy = [s for s in fit if -(-rows // s.rows) * problem.num_kv_heads * problem.batch >= _GPU_WORKGROUPS // 2]
-    return (busy or fit)[0]
+    largest = fit[0]
+    few = -(-rows // (16 * largest.teams)) * problem.num_kv_heads * problem.batch < _GPU_WORKGROUPS
+    return next((s for s in fit if s.teams < largest.teams), largest) if few else largest
 
 
 def record(recording: Recording, problem: Problem, operands: Operands, shape: FlashMatrixShape) -> None:
@@ -86,13 +82,12 @@ def record(recording: Recording, problem: Problem, operands: Operands, shape: Fl
         V_MATRICES=matrices["values"],
         K_LOADS=loads["keys"],
         V_LOADS=loads["values"],
-        ROW_MATRICES=shape.matrices,
-        LANES_ROW=shape.subgroup // 16 // shape.matrices,
-        QUADS=shape.keys * 4 * shape.matrices // shape.subgroup,
+        LANES_ROW=shape.subgroup // 16,
+        QUADS=shape.keys * 4 // shape.subgroup,
         PLAIN=problem.plain,
         WORKGROUP=shape.workgroup,
         SUBGROUP=shape.subgroup,
         MEMORY=shape.workgroup_bytes(problem),
     )
-    groups = (-(-problem.queries * problem.ratio // shape.rows), problem.num_kv_heads, problem.batch)
+    groups = (-(-problem.queries * problem.ratio // (16 * shape.teams)), problem.num_kv_heads, problem.batch)
     common.add_pieces(recording, kernel, groups, problem, operands, "attention")

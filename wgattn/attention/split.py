@@ -103,7 +103,6 @@ def record(recording: Recording, problem: Problem, operands: Operands, shape: Sp
         HEADS_AT_ONCE=shape.heads_at_once(problem.value_width, device.profile.workgroup_memory),
         LANES=shape.lanes,
         KEYS=shape.keys,
-        AHEAD=not device.profile.software,
         SLOTS=math.ceil(problem.width / shape.lanes),
         VALUE_SLOTS=math.ceil(problem.value_width / shape.lanes),
         WORKGROUP=shape.workgroup,
