@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -50,7 +51,7 @@ class Device(Usable):
         except (self.api.GPUError, RuntimeError) as error:
             raise DeviceError(f"{webgpu.describe(self.adapter)} refuses to open a device: {error}") from error
         self._kernels: dict[tuple, Kernel] = {}
-        self._uniforms: dict[bytes, Any] = {}
+        self._uniforms: WeakValueDictionary[bytes, Any] = WeakValueDictionary()
 
     def _limits(self) -> dict[str, int]:
         return {name: stricter(name, value, self.lowered.get(name, value)) for name, value in self.adapter.limits.items()}
@@ -93,13 +94,14 @@ class Device(Usable):
             return self.gpu.create_buffer(size=size, usage=usage | (self.api.BufferUsage.UNIFORM if uniform else 0))
 
     def uniform(self, data: bytes) -> Any:
-        """A uniform buffer with fixed contents; equal contents share one buffer."""
-        if data not in self._uniforms:
+        """A uniform buffer with fixed contents; equal contents share one buffer, as long as one of them is held."""
+        found = self._uniforms.get(data)
+        if found is None:
             buffer = self.buffer(len(data), uniform=True)
             with self.guard("write to a buffer"):
                 self.gpu.queue.write_buffer(buffer, 0, data)
-            self._uniforms.setdefault(data, buffer)  # not before it is written: other threads look, too
-        return self._uniforms[data]
+            found = self._uniforms.setdefault(data, buffer)  # not before it is written: other threads look, too
+        return found
 
     def write(self, buffer: Any, array: np.ndarray, offset: int = 0) -> None:
         """Copy an array to a buffer, at a byte offset (multiple of 4). An odd tail is padded with zeros."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +34,8 @@ class Dispatch:
     """What is bound, by the buffers' names, whether or not the kernel touches all of it."""
     operations: float = 0.0
     """Multiplications and additions, about; 0 for what is always short."""
+    bound: Mapping[str, Any] = field(default_factory=dict)
+    """Kept for the uniform buffers among them, which are shared as long as somebody holds them."""
 
 
 class Recording:
@@ -74,7 +76,7 @@ class Recording:
         if params is not None:
             bound["params"] = self.device.uniform(kernel.pack(params))
         nbytes = {name: _nbytes(b) for name, b in bound.items()}
-        self.dispatches.append(Dispatch(label or kernel.source.name, kernel, kernel.pipeline, kernel.bind(bound), (x, y, z), nbytes, operations))
+        self.dispatches.append(Dispatch(label or kernel.source.name, kernel, kernel.pipeline, kernel.bind(bound), (x, y, z), nbytes, operations, bound))
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> Tensor:
         """Memory for what one dispatch leaves to a later one: the same for every caller of that name and size, since dispatches run in order."""
