@@ -15,7 +15,8 @@ _USES = {
     "queue": ("write_buffer", "submit"),
     "buffer": ("map_async", "read_mapped", "unmap"),
     "encoder": ("begin_compute_pass", "copy_buffer_to_buffer", "finish"),
-    "pass": ("set_pipeline", "set_bind_group", "dispatch_workgroups", "end"),
+    "pass": ("end",),
+    "backend": ("encode",),  # all dispatches of a submit
 }
 
 
@@ -27,7 +28,8 @@ class Faults:
         self._at: int | None = None
         self._act: Callable[[], Any] = lambda: None
         api, encoder = device.api, device.gpu.create_command_encoder()
-        kinds = {"gpu": device.gpu, "queue": device.gpu.queue, "buffer": device.buffer(16), "encoder": encoder, "pass": encoder.begin_compute_pass()}
+        kinds = {"gpu": device.gpu, "queue": device.gpu.queue, "buffer": device.buffer(16), "backend": device.backend}
+        kinds |= {"encoder": encoder, "pass": encoder.begin_compute_pass()}
         for kind, names in _USES.items():
             for name in names:
                 owner = type(kinds[kind])

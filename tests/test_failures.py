@@ -211,7 +211,7 @@ def test_models_keep_their_state_and_go_on(device, faults, tiny, act):
             assert (model.length, found) == (3, [])
             np.testing.assert_array_equal(model.decode(11), after)
 
-    step = 11 if act == "greedy" else 3
+    step = {"decode": 1, "greedy": 5}.get(act, 3)
     assert faults.each(prepare, calls[act], check, first=0, step=step) >= 5
     assert faults.each(prepare, calls[act], check, first=1, step=step) >= 5
 
@@ -375,4 +375,4 @@ def test_a_device_that_is_lost_between_any_two_uses_ends_no_process():
     printed = child.check(LOSING)
     assert "queue.submit" in printed
     assert "buffer.read_mapped" in printed
-    assert int(printed.split()[-1]) > 30
+    assert int(printed.split()[-1]) > 20

@@ -48,6 +48,8 @@ class Recording:
         self.device = device
         self.dispatches: list[Dispatch] = list(dispatches)
         self._scratch: dict[str, Tensor] = {}
+        self._calls: list[Any] = []
+        self._called = 0
 
     def __len__(self) -> int:
         return len(self.dispatches)
@@ -97,30 +99,32 @@ class Recording:
             total += d.operations
         return parts
 
-    def encode(self, compute_pass: Any, dispatches: Iterable[Dispatch] | None = None) -> None:
-        """Put all dispatches, or some, into an open compute pass."""
-        pipeline = None
-        for d in self.dispatches if dispatches is None else dispatches:
-            if d.pipeline is not pipeline:
-                pipeline = d.pipeline
-                compute_pass.set_pipeline(pipeline)
-            compute_pass.set_bind_group(0, d.bindings)
-            compute_pass.dispatch_workgroups(*d.groups)
+    def _prepared(self) -> list[Any]:
+        """What the backend encodes for each submit, made once."""
+        if self._called != len(self.dispatches):
+            self._calls = [self.device.backend.prepare(part) for part in self.submits()]
+            self._called = len(self.dispatches)
+        return self._calls
+
+    def encode(self, compute_pass: Any) -> None:
+        """Put all dispatches into an open compute pass."""
+        for calls in self._prepared():
+            self.device.backend.encode(compute_pass, calls)
 
     def replay(self, times: int = 1, readback: Readback | None = None, copies: Sequence[Copy] = ()) -> None:
         """Encode and submit everything, `times` over, in one pass and one submit (as many as `submits` says). Returns without waiting.
 
         `copies` go before, and `readback` then receives its tensor's contents, in the same submits.
         """
-        parts = self.submits()
-        runs = [parts * times] if len(parts) == 1 else [[part] for part in parts * times]
+        parts = self._prepared()
+        runs = [parts * times] if len(parts) <= 1 else [[part] for part in parts * times]
         for i, run in enumerate(runs):
             with self.device.commands() as encoder:
                 for copy in copies if i == 0 else ():
                     encoder.copy_buffer_to_buffer(*copy)
                 compute_pass = encoder.begin_compute_pass()
-                for part in run:
-                    self.encode(compute_pass, part)
+                for calls in run:
+                    self.device.backend.encode(compute_pass, calls)
                 compute_pass.end()
                 if readback is not None and i == len(runs) - 1:
                     readback.encode(encoder)

@@ -81,6 +81,28 @@ class Backend:
         handle = native.libf.wgpuDeviceCreateShaderModuleTrusted(device._internal, descriptor, bounds_checks)
         return native.GPUShaderModule(label, handle, device)
 
+    def prepare(self, dispatches: Iterable[Any]) -> list[tuple]:
+        """What `encode` needs of dispatches (with `pipeline`, `bindings` and `groups`): handles, which live as long as the objects do."""
+        calls, pipeline = [], None
+        for d in dispatches:
+            calls.append((None if d.pipeline is pipeline else d.pipeline._internal, d.bindings._internal, *d.groups))
+            pipeline = d.pipeline
+        return calls
+
+    def encode(self, compute_pass: Any, calls: list[tuple]) -> None:
+        """Put prepared dispatches into a pass, by the library's C functions: a third of the time that the objects' methods take.
+
+        What is wrong with a call is an error of the pass, and raises where that is finished.
+        """
+        lib, null, handle = self._native.lib, self._native.ffi.NULL, compute_pass._internal
+        set_pipeline, set_bindings = lib.wgpuComputePassEncoderSetPipeline, lib.wgpuComputePassEncoderSetBindGroup
+        dispatch = lib.wgpuComputePassEncoderDispatchWorkgroups
+        for pipeline, bindings, x, y, z in calls:
+            if pipeline is not None:
+                set_pipeline(handle, pipeline)
+            set_bindings(handle, 0, bindings, 0, null)
+            dispatch(handle, x, y, z)
+
     def is_lost(self, device: Any) -> bool:
         """Whether nothing can be made on the device any more, because the adapter has gone or it was destroyed."""
         try:
@@ -116,6 +138,7 @@ class DawnBackend(Backend):
     }
 
     def _set_up(self) -> None:
+        self._native = importlib.import_module("wgpudawn.backends.dawn._api")
         self._extras = importlib.import_module("wgpudawn.backends.dawn.extras")
         self._extras.set_instance_extras(enable_toggles=["allow_unsafe_apis", "vulkan_enable_f16_on_nvidia", "use_vulkan_memory_model"])
 
