@@ -92,9 +92,8 @@ class KVCache:
         return self._copy(self.values, length)
 
     def _copy(self, tensor: Tensor, length: int) -> np.ndarray:
-        rows = self.format.dequantize(tensor.numpy(), self.head_dim)
-        array = rows.reshape(self.batch, self.num_kv_heads, self.room, self.head_dim)[:, :, :length]
-        return array[0] if self.batch == 1 else array
+        array = self.format.dequantize(tensor.numpy(), self.batch * self.num_kv_heads, length, self.head_dim)
+        return array if self.batch == 1 else array.reshape(self.batch, self.num_kv_heads, length, self.head_dim)
 
     def record_append(self, recording: Recording, *, step: Any, keys: Any, values: Any, rows: int, dtype: str) -> None:
         """Append a dispatch that stores the step's new keys and values, each (batch, rows, num_kv_heads, head_dim) in `dtype`."""

@@ -65,18 +65,18 @@ class KVFormat:
         codes = self.stride(head_dim) * self.bits // 8
         return [(0, codes)] + ([(rows * codes, 4 * self.scale_words(head_dim))] if self.quantised else [])
 
-    def dequantize(self, data: np.ndarray, head_dim: int) -> np.ndarray:
-        """(rows, head_dim) float32 of a whole tensor's contents."""
+    def dequantize(self, data: np.ndarray, heads: int, length: int, head_dim: int) -> np.ndarray:
+        """(heads, length, head_dim) float32: the first positions of each head, of the contents of a tensor."""
         if not self.quantised:
-            return data.reshape(-1, self.stride(head_dim))[:, :head_dim].astype(np.float32)
-        blocks, rows = self.stride(head_dim) // BLOCK, 4 * data.size // self.row_bytes(head_dim)
-        codes, scales = np.split(data.reshape(-1).view(np.uint8), [rows * blocks * BLOCK * self.bits // 8])
+            return data.reshape(heads, -1, self.stride(head_dim))[:, :length, :head_dim].astype(np.float32)
+        rows, blocks = 4 * data.size // self.row_bytes(head_dim), self.stride(head_dim) // BLOCK
+        parts = np.split(data.reshape(-1).view(np.uint8), [rows * blocks * BLOCK * self.bits // 8])
+        codes, scales = (part.reshape(heads, rows // heads, -1)[:, :length] for part in parts)
         if self.bits == 4:
-            words = codes.reshape(-1, 1, 4)
-            codes = (words >> np.array([[0], [4]], np.uint8)) & 15
-        factors = scales.view(np.float16).reshape(rows, -1)[:, :blocks].astype(np.float32)
-        values = (codes.reshape(rows, blocks, BLOCK).view(np.int8) - np.int8(self.zero)) * factors[:, :, None]
-        return values.reshape(rows, -1)[:, :head_dim]
+            codes = (codes.reshape(heads, length, -1, 1, 4) >> np.array([[0], [4]], np.uint8)) & 15
+        factors = np.ascontiguousarray(scales).view(np.float16)[..., :blocks, None].astype(np.float32)
+        values = (np.ascontiguousarray(codes).view(np.int8).reshape(heads, length, blocks, BLOCK) - np.int8(self.zero)) * factors
+        return values.reshape(heads, length, -1)[..., :head_dim]
 
     # ---- the shader parts
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from ..gpu import Device, DeviceProfile, Recording
+from ..gpu import Device, DeviceProfile, Recording, StepState
 from ..gpu.tuning import TuningCache, TuningKey, default_cache, find, tune, tuning_key
 from . import flash, gemm
 from .flash import FlashShape
 from .gemm import GemmShape, GemmShapes
+from .kv_cache import KVCache
+from .kv_format import kv_format
 from .matrices import too_large
 from .problem import Operands, Problem, Rows, packs_output
 
@@ -176,9 +178,19 @@ def _operands(device: Device, problem: Problem) -> Operands:
     def tensor(heads: int, length: int, width: int, dtype: str) -> Rows:
         return Rows.of(device.tensor(np.resize(some, (1, heads, length, width)), dtype), "bhsd")
 
+    if kv_format(p.kv_dtype).quantised:  # only a cache is stored so
+        cache = KVCache(device, p.num_kv_heads, p.head_dim, p.keys, p.kv_dtype)
+        state, appending = StepState(device, 1), Recording(device)
+        device.write(state.buffer, np.array([0, p.keys], np.uint32))
+        new = device.tensor(np.resize(some, (1, p.keys, p.num_kv_heads, p.head_dim)), "f32")
+        cache.record_append(appending, step=state.step, keys=new, values=new, rows=p.keys, dtype="f32")
+        appending.replay()
+        keys, values = cache.rows(cache.keys), cache.rows(cache.values)
+    else:
+        keys, values = (tensor(p.num_kv_heads, p.keys, width, p.kv_dtype) for width in (p.head_dim, p.value_dim))
     return Operands(
         query=tensor(p.num_heads, p.queries, p.head_dim, p.dtype),
-        keys=tensor(p.num_kv_heads, p.keys, p.head_dim, p.kv_dtype),
-        values=tensor(p.num_kv_heads, p.keys, p.value_dim, p.kv_dtype),
+        keys=keys,
+        values=values,
         out=tensor(p.num_heads, p.queries, p.value_dim, "f32" if packs_output(p) else p.dtype),
     )

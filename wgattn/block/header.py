@@ -515,12 +515,14 @@ def attention_scratch_size(
     *,
     num_kv_heads: int | None = None,
     capacity: int | None = None,
+    kv_dtype: str = "f32",
     profile: DeviceProfile | None = None,
 ) -> int:
     """Bytes that `attention_prefill` of so many tokens allocates beside the weights, in aligned dimensions (AE, AD); 0 where one is not positive.
 
     Tokens are computed in chunks, so that it stops growing. num_kv_heads (default: num_heads) and capacity of the cache (default: tokens) decide
-    whether keys are split, whose partial results count. profile: of the device, default that of `default_device()`.
+    whether keys are split, whose partial results count. A quantised cache (`kv_dtype`) takes a copy of the new keys and values.
+    profile: of the device, default that of `default_device()`.
     """
     if min(tokens, embed_dim, num_heads, head_dim) <= 0:
         return 0
@@ -529,7 +531,8 @@ def attention_scratch_size(
     geometry = Geometry(num_heads, num_kv_heads or num_heads, head_dim, 0.0)
     splits = ChosenAttention(profile, geometry, chunk, capacity or tokens).splits
     ends = dict.fromkeys(("x", "residual", "y"), (chunk, padded(embed_dim)))
-    return nbytes(ends | attention_buffers(embed_dim, num_heads, 1, head_dim, chunk)) + partial_bytes(num_heads, head_dim, splits, chunk)
+    scratch = attention_buffers(embed_dim, num_heads, geometry.num_kv_heads, head_dim, chunk, kv_dtype=kv_dtype)
+    return nbytes(ends | scratch) + partial_bytes(num_heads, head_dim, splits, chunk)
 
 
 def attention_q8_0_scratch_size(
