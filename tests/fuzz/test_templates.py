@@ -96,6 +96,17 @@ def test_no_template_runs_for_ever_or_takes_much_memory(short):
         assert re.match(stopped, text) or re.match(r"\[ArgumentError\] .*(memory|large|long|range)", text, re.IGNORECASE), f"{name}: {text[:200]}"
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the system keeps no limits of memory")
+def test_the_limit_of_memory_holds(monkeypatch):
+    """More than is allowed, and far less than the machine has."""
+    source = "{% set x = 'x' * 300000000 %}{{ x | length }}"
+    monkeypatch.setattr(rendering, "MAX_MEMORY", 1 << 28)
+    with pytest.raises(FormatError, match="takes more memory than 268435456 bytes"):
+        render(source)
+    monkeypatch.setattr(rendering, "MAX_MEMORY", 1 << 30)
+    assert render(source) == "300000000"
+
+
 def test_no_template_gives_much_text():
     with pytest.raises(FormatError, match="gives more than 4194304 characters"):
         render("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}")
