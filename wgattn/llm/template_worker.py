@@ -57,6 +57,8 @@ class Renderer:
             if request["source"] != self._source:
                 try:
                     self._template = self._made.from_string(request["source"])
+                except MemoryError:
+                    raise
                 except Exception as error:  # also what Python's own compiler thinks of deep nesting
                     return {"syntax": str(error) or type(error).__name__}
                 self._source = request["source"]
