@@ -11,15 +11,11 @@ from wgattn.errors import Unsupported
 from wgattn.gpu.paper import PROFILES
 from wgattn.gpu.shader import SHADERS
 
-PAIRS = ("CPU, 8 lanes", "GPU, 32 lanes")
-"""Devices on which all pairs of options are compiled by default; on the others, each value of each."""
-
 
 @pytest.fixture(scope="module")
 def sources():
     """The variants of the default run, by text."""
-    known = {}
-    return shaders.sources(known=known) | shaders.sources(PAIRS, strength=2, known=known)
+    return shaders.most_sources()
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +154,8 @@ def test_what_a_header_says():
     assert (GOOD.memory, GOOD.options) == ("4 * WORKGROUP + 16", {"WORKGROUP"})
     assert {"step", "rows_*"} <= set(GOOD.parts)
     said = "// a.   Workgroup memory: {}.   Options: none.\n@compute"
-    for text, memory in (("none", "0"), ("that of the team part", "0"), ("4 * A, and that of the team part", "4 * A"), ("max(A, 4 * B): tiles. More", "max(A, 4 * B)")):
+    known = {"none": "0", "that of the team part": "0", "4 * A, and that of the team part": "4 * A", "max(A, 4 * B): tiles. More": "max(A, 4 * B)"}
+    for text, memory in known.items():
         assert shaders.File("x", said.format(text)).memory == memory
 
 

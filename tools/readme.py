@@ -32,7 +32,7 @@ def paths() -> str:
 
 def kernels(found: Iterable[Source] | None = None) -> str:
     """A row for each kernel. found: variants that there are already."""
-    rows = shaders.kernels_table(shaders.sources().values() if found is None else found)
+    rows = shaders.kernels_table(shaders.most_sources().values() if found is None else found)
     return shaders.markdown(shaders.HEAD, ((f"`{name}`", what, memory, options, parts) for name, what, memory, options, parts in rows))
 
 
