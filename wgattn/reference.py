@@ -209,11 +209,11 @@ def merge_state(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> tuple[Arr
 
 
 def attention_block(x: Array, weights: Mapping[str, Array], *, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, rope: Mapping[str, Any] | None,
-                    past: tuple[Array, Array] | None = None, int8: bool = False) -> tuple[Array, Array, Array]:  # fmt: skip
+                    past: tuple[Array, Array] | None = None, int8: bool = False, kv_dtype: str = "f32") -> tuple[Array, Array, Array]:  # fmt: skip
     """wo . attention(norm(x)) + bo for x (T, E) behind a past of keys and values (Hkv, P, D): (out (T, E), keys (Hkv, P + T, D), values).
 
     weights: norm, wq, wk, wv, wo, optional bq bk bv bo q_norm k_norm, as in `wgattn.FusedAttention`. rope: keywords of `apply_rope`, or None.
-    int8: all projections are `linear_int8`.
+    int8: all projections are `linear_int8`. kv_dtype: keys and values are those that such a cache gives back: `kv_stored`.
     """
     T, P = len(x), 0 if past is None else past[0].shape[1]
     n = rms_norm(x, weights["norm"], eps)
@@ -226,6 +226,7 @@ def attention_block(x: Array, weights: Mapping[str, Array], *, num_heads: int, n
             rows = rms_norm(rows, weights[f"{m}_norm"], eps)
         if m != "v" and rope is not None:
             rows = apply_rope(rows, np.arange(P, P + T), **rope)
+        rows = rows if m == "q" or kv_dtype == "f32" else kv_stored(rows, kv_dtype)
         heads.append(rows.swapaxes(0, 1))
     keys, values = (new if past is None else np.concatenate([old, new], axis=1) for old, new in zip(past or (None, None), heads[1:], strict=True))
     out, _ = attention(heads[0][None], keys[None], values[None], is_causal=True)
@@ -242,20 +243,37 @@ def mlp(x: Array, weights: Mapping[str, Array], eps: float, int8: bool = False) 
     return linear(hidden, weights["down"], weights.get("b_down"))
 
 
-def llama(weights: Mapping[str, Array], token_ids: Sequence[int], config: Any, rope: Mapping[str, Any] | None = None) -> Array:
+def llama(weights: Mapping[str, Array], token_ids: Sequence[int], config: Any, rope: Mapping[str, Any] | None = None, kv_dtype: str = "f32") -> Array:
     """Logits (tokens, vocab) of a Llama-family model; weights by their GGUF names, dequantised; `config` as `wgattn.llm.llama.LlamaConfig`.
 
-    rope: keywords of `apply_rope`; by default those that the config gives without scaling.
+    rope: keywords of `apply_rope`; by default those that the config gives without scaling. kv_dtype: as in `attention_block`.
     """
     rope = rope or {"base": config.rope_base, "dim": config.rope_dim, "interleaved": config.rope_interleaved}
     h = embed(token_ids, weights["token_embd.weight"])
     sizes = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "eps": config.eps}
     for i in range(config.layers):
         named = {ours: weights.get(f"blk.{i}.{theirs}") for ours, theirs in GGUF_NAMES.items()}
-        h = h + attention_block(h, named, rope=rope, **sizes)[0]
+        h = h + attention_block(h, named, rope=rope, kv_dtype=kv_dtype, **sizes)[0]
         h = h + mlp(h, named | {"norm": named["ffn_norm"]}, config.eps)
     n = rms_norm(h, weights["output_norm.weight"], config.eps)
     return linear(n, weights.get("output.weight", weights["token_embd.weight"]))
+
+
+def candidates(logits: Array, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> tuple[Array, Array]:
+    """(ids, probabilities) of the tokens that sampling may draw from logits (vocab,), the most likely first and equals by id.
+
+    In this order: the `top_k` largest logits (0: all); softmax of logits / temperature; of those the fewest, from the first on, whose probabilities
+    reach `top_p` (at least one; 1: all), which then share out the probability. Holtzman et al. 2020 for top_p.
+    """
+    logits = np.asarray(logits, np.float64)
+    ids = np.argsort(-logits, kind="stable")[: top_k or None]
+    with np.errstate(all="ignore"):  # +inf less itself; a huge quotient
+        weights = np.exp(np.where(logits[ids] == logits.max(), 0.0, (logits[ids] - logits.max()) / temperature))
+    probabilities = weights / weights.sum()
+    if top_p < 1:
+        ids = ids[: np.searchsorted(np.cumsum(probabilities), top_p) + 1]
+        probabilities = probabilities[: len(ids)] / probabilities[: len(ids)].sum()
+    return ids, probabilities
 
 
 GGUF_NAMES = {

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from wgattn import ArgumentError, CapacityError, QuantizedTensor, Rope, ShapeErr
 from wgattn.attention.split import regimes
 from wgattn.block.attention_block import AttentionBlock, ChosenAttention, Geometry
 from wgattn.block.memory import attention_buffers
-from wgattn.gpu import Device, Recording, StepState
+from wgattn.gpu import Device, Recording, StepState, Tensor
 
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 MODELS = {
@@ -29,6 +30,7 @@ MODELS = {
     "SmolLM-135M": Attention(576, 9, 3, 64, "Q4_1", rope=Rope(1e4, 64, interleaved=True)),
     "partial rotary, D 80": Attention(2560, 32, 32, 80, "F16", bias=True, rope=Rope(1e4, 32)),
 }
+QUANTISED_CACHES = ("q8_0", "q4_0")
 SMALL_ENOUGH = ("Qwen2-0.5B", "Qwen2-0.5B as its files are", "SmolLM-135M")
 
 
@@ -127,6 +129,132 @@ def test_f16_cache(rng, layer):
     for store in (block.cache.store.keys, block.cache.store.values):
         assert store.dtype == np.float16
         assert_untouched(store.numpy()[:, :, 30:])
+
+
+# ---- a quantised cache
+
+FLIPS = {"q8_0": 1e-5, "q4_0": 2e-3}
+"""NMSE that one or two codes make which went the other way, because a key differs from the reference by the rounding of f32."""
+
+
+def stored_rows(block: wgattn.FusedAttention, store: Tensor) -> list[np.ndarray]:
+    """The words of codes, and of scales, of a quantised cache: (KV heads, positions, words) each."""
+    cache = block.cache.store
+    return [part.reshape(cache.num_kv_heads, cache.room, -1) for part in np.split(store.numpy(), [cache.scales])]
+
+
+def check_quantised(rng: np.random.Generator, layer: Attention, kind: str, *, tokens: int = 6, device: Device | None = None, **options: Any) -> None:
+    """As `check_layer`, against attention over keys and values that were quantised; the caches begin as NaN."""
+    weights, x, residual = layer.weights(rng), rows(rng, tokens, layer.E), rows(rng, tokens, layer.E)
+    block = layer.block(weights, device=device, kv_dtype=kind, **options)
+    expected, keys, values = layer.expected(weights, x, kv_dtype=kind)
+    got = [block.prefill(x[:-2], residual[:-2]), block.decode(x[-2:-1], residual[-2:-1]), block.decode(x[-1:])]
+    residual[-1] = 0
+    case = {"layer": layer, "kind": kind, **options}
+    flipped = 0
+    for name, held, wanted in (("keys", block.cache.k(), keys), ("values", block.cache.v(), values)):
+        wrong = held != wanted.astype(np.float32)
+        flipped += wrong.sum()
+        assert wrong.sum() <= max(3, wrong.size // 500), (name, case)
+        assert nmse(held, wanted) < FLIPS[kind], (name, case)
+    exact = {"max_error": 2e-5} if not flipped else {"max_error": np.inf, "max_nmse": FLIPS[kind]}
+    assert_close(np.concatenate(got), expected + residual, **exact, **case)
+    for store in (block.cache.store.keys, block.cache.store.values):
+        for part in stored_rows(block, store):
+            assert_untouched(part[:, tokens:], what="cache rows beyond the length", **case)
+
+
+@pytest.mark.conformance(name=["Qwen2-0.5B", "partial rotary, D 80"])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("q8_0", "Qwen2-0.5B"), ("q4_0", "Qwen3-0.6B"), ("q8_0", "Llama-3.2-1B"), ("q4_0", "SmolLM-135M"), ("q8_0", "partial rotary, D 80")]
+)
+def test_quantised_cache_at_each_models_shape(rng, kind, name):
+    check_quantised(rng, MODELS[name] if name in SMALL_ENOUGH else shrunk(MODELS[name]), kind)
+
+
+@pytest.mark.conformance(variant=["gpu_shape_32_lanes"])
+@pytest.mark.parametrize("variant", ["software", "gpu_shape", "gpu_shape_no_subgroup", "gpu_shape_32_lanes", "checked", "small_binding"])
+@pytest.mark.parametrize("kind", QUANTISED_CACHES)
+def test_quantised_cache_on_other_devices(devices, rng, kind, variant):
+    heads = {"q8_0": {"bias": True}, "q4_0": {"H": 6, "KV": 3, "D": 36, "rope": Rope(dim=36), "qk_norm": True}}
+    layer = replace(SMALL, **heads[kind], kinds=("F16", "F32", "F32", "F16"))
+    check_quantised(rng, layer, kind, device=devices[variant])
+    check_quantised(rng, layer, kind, device=devices[variant], tokens=22, capacity=22)  # prompts of many take other kernels
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer"),
+    [
+        ("q4_0", replace(SMALL, rope=None)),
+        ("q8_0", replace(SMALL, E=64, D=96, rope=Rope(dim=64, interleaved=True), kinds=("Q4_0", "Q8_0", "F16", "F32"))),
+        ("q4_0", replace(SMALL, E=256, D=128, H=2, KV=1, rope=Rope(dim=128), kinds="Q4_K", qk_norm=True, bias=True)),
+    ],
+    ids=["no rope", "D 96, partial, neighbours, kinds of each", "D 128, QK-norm, biases"],
+)
+def test_quantised_cache_with_other_options(rng, kind, layer):
+    check_quantised(rng, layer, kind)
+    check_quantised(rng, layer, kind, fused=False)
+
+
+@pytest.mark.parametrize("kind", QUANTISED_CACHES)
+def test_quantised_cache_and_int8(rng, kind):
+    """Activations rounded as well: no farther from the truth than both by themselves."""
+    layer = replace(SMALL, E=64, kinds="Q8_0")
+    weights, x = layer.weights(rng), rows(rng, 12, layer.E)
+    expected = layer.expected(weights, x)[0]
+    block = layer.block(weights, kv_dtype=kind, arithmetic="int8")
+    got = np.concatenate([block.prefill(x[:9]), *(block.decode(x[i : i + 1]) for i in range(9, 12))])
+    assert nmse(got, expected) < {"q8_0": 1e-4, "q4_0": 2.5e-2}[kind] + 5e-4
+
+
+@pytest.mark.parametrize("kind", QUANTISED_CACHES)
+def test_a_step_writes_one_row_of_a_quantised_cache(rng, kind):
+    """Codes and scales of that position, in each KV head; all other words of the cache stay. So does a row of a prompt."""
+    for layer in (SMALL, replace(SMALL, D=96, H=3, KV=1)):
+        for fused in (True, False) if layer is SMALL else (True,):
+            block, x = layer.block(layer.weights(rng), kv_dtype=kind, fused=fused), rows(rng, 12, layer.E)
+            for S in (4, 1, 1, 5, 1):
+                before = [*stored_rows(block, block.cache.store.keys), *stored_rows(block, block.cache.store.values)]
+                (block.decode if S == 1 else block.prefill)(x[:S])
+                mine = np.s_[block.length - S : block.length]
+                after = [*stored_rows(block, block.cache.store.keys), *stored_rows(block, block.cache.store.values)]
+                for old, new in zip(before, after, strict=True):
+                    changed = (old != new).any(-1)
+                    assert changed[:, mine].all(), (kind, fused, S)
+                    assert not np.delete(changed, mine, axis=1).any(), (kind, fused, S)
+
+
+@pytest.mark.parametrize("kind", QUANTISED_CACHES)
+def test_quantised_prefill_in_pieces(rng, kind):
+    """In one, in pieces and in single tokens: equal codes but for those next to a tie, and outputs that differ by no more than these make."""
+    weights, x, residual = SMALL.weights(rng), rows(rng, 9, SMALL.E), rows(rng, 9, SMALL.E)
+    block = SMALL.block(weights, kv_dtype=kind)
+    whole, keys = block.prefill(x, residual), block.cache.k()
+    for cuts in ([1], [4], [8], [3, 5], list(range(1, 9))):
+        block.reset()
+        parts = np.split(np.arange(9), cuts)
+        out = np.concatenate([(block.decode if len(p) == 1 else block.prefill)(x[p], residual[p]) for p in parts])
+        assert (block.cache.k() != keys).sum() <= 2, cuts
+        assert nmse(out, whole) < (1e-11 if np.array_equal(block.cache.k(), keys) and nmse(out, whole) < 1e-9 else FLIPS[kind]), cuts
+    block.truncate(5)
+    again = block.prefill(x[5:], residual[5:])
+    block.truncate(5)
+    np.testing.assert_array_equal(block.prefill(x[5:], residual[5:]), again)
+
+
+@pytest.mark.parametrize("kind", QUANTISED_CACHES)
+def test_steps_over_a_quantised_cache_take_three_dispatches_and_make_nothing(rng, monkeypatch, kind):
+    weights, x = SMALL.weights(rng), rows(rng, 1, SMALL.E)
+    for fused, dispatches in ((True, 3), (False, 8)):
+        block = SMALL.block(weights, kv_dtype=kind, fused=fused)
+        assert block.dispatches_per_token == dispatches
+        with monkeypatch.context() as patch:
+            calls = Calls(block.device, patch)
+            for array in (block.device.tensor(x), x):
+                calls.clear()
+                block.decode(array, array)
+                assert calls.made == {}
+                assert (calls["submit"], calls["write_buffer"], calls["read_buffer"]) == (1, 1, 0)
 
 
 # ---- pieces, and where a sequence continues

@@ -91,6 +91,24 @@ def test_its_buffers_are_those_that_exist(device: Device, rng, monkeypatch, fuse
     assert sum(4 * a * b for a, b in made) == (row.fused if fused else row.unfused - 4 * 64)  # h between the halves is the output of the first
 
 
+@pytest.mark.parametrize("kv_dtype", ["f32", "F16", "q8_0", "Q4_0"])
+def test_the_buffers_of_a_prompt_are_those_that_exist(rng, monkeypatch, kv_dtype):
+    """A quantised cache takes a copy of the new keys and values, for a prompt and not for a step."""
+    layer = Attention(64, 4, 2, 16, rope=Rope(dim=16))
+    made: list[tuple] = []
+    allocate = wgattn.block.fused.allocate
+    monkeypatch.setattr(wgattn.block.fused, "allocate", lambda d, shapes: (made.extend(shapes.values()), allocate(d, shapes))[1])
+    half = layer.block(layer.weights(rng), kv_dtype=kv_dtype, capacity=9)
+    told = block.memory_report(64, 1, 9, num_heads=4, num_kv_heads=2, head_dim=16, kv_dtype=kv_dtype)
+    assert sum(4 * a * b for a, b in made) == told["decode, attention half"].fused == 4 * 64
+    made.clear()
+    half.prefill(rng.standard_normal((9, 64)))
+    copies = 2 * 4 * 9 * 2 * 16 if "q" in kv_dtype.lower() else 0
+    assert sum(4 * a * b for a, b in made) == told["prefill of 9, attention half"].fused == 4 * 9 * 64 + copies
+    size = block.attention_scratch_size(9, 64, 4, 16, num_kv_heads=2, kv_dtype=kv_dtype)
+    assert size - block.attention_scratch_size(9, 64, 4, 16, num_kv_heads=2) == copies
+
+
 def test_no_scratch_is_made_elsewhere(device: Device, rng, monkeypatch):
     """Every buffer of a decoding block is one of its weights, its cache, its table, its input and output, or in the report."""
     layer = Attention(64, 4, 2, 16, rope=Rope(dim=16))
