@@ -395,9 +395,9 @@ def test_a_decode_step_makes_nothing_and_submits_once(device, rng, monkeypatch, 
 
 def live_objects() -> dict[str, int]:
     gc.collect()
-    import wgpu
-
-    return {name: entry["count"] for name, entry in wgpu.diagnostics.wgpu_native_counts.get_dict().items()}
+    diagnostics = wgattn.default_device().api.diagnostics
+    counts = getattr(diagnostics, "wgpu_native_counts", diagnostics.object_counts)
+    return {name: entry["count"] for name, entry in counts.get_dict().items()}
 
 
 def test_ten_thousand_steps_leave_no_objects_behind(device, rng):

@@ -50,6 +50,7 @@ class Device(Usable):
             self.gpu = self.backend.request_device(self.adapter, features, self._limits(), self.checked)
         except (self.api.GPUError, RuntimeError) as error:
             raise DeviceError(f"{webgpu.describe(self.adapter)} refuses to open a device: {error}") from error
+        self.uses = threading.RLock()
         self._kernels: dict[tuple, Kernel] = {}
         self._uniforms: WeakValueDictionary[bytes, Any] = WeakValueDictionary()
 

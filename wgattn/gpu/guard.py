@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import signal
 import threading
+import traceback
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 _AFRESH = "Make a new Device, and what was on it anew."
 _PATIENCE = 0.05
-"""Seconds after which a thread that waits for its turn looks for Ctrl-C."""
+"""Seconds after which a thread that waits for others looks for Ctrl-C."""
 
 
 class Usable:
@@ -75,7 +76,7 @@ class Held:
             _handler = handler
             signal.signal(signal.SIGINT, _keep)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._holds:
             signal.signal(signal.SIGINT, _handler)
             let_interrupt_in()
@@ -90,67 +91,44 @@ class Waiting:
             let_interrupt_in()
             signal.signal(signal.SIGINT, _handler)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._held:
             signal.signal(signal.SIGINT, _keep)
-
-
-# ---- errors of the backend
-
-
-class Guard(Held):
-    """Around one use of the backend, `doing` something: no KeyboardInterrupt inside, and the errors of the backend come out as ours. May be nested.
-
-    Raises:
-        CapacityError: memory ran out. DeviceError: the backend failed, the device is lost, or this process is a fork.
-    """
-
-    def __init__(self, device: Device, doing: str):
-        self._device, self._doing = device, doing
-
-    def __enter__(self) -> None:
-        self._device.check_usable()
-        super().__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        try:
-            if isinstance(error, Exception) and not isinstance(error, WgattnError):
-                self._translate(error)
-        finally:
-            super().__exit__(kind, error, traceback)
-
-    def _translate(self, error: Exception) -> None:
-        device, reason = self._device, " ".join(str(error).split())
-        if device.look_if_lost():
-            raise DeviceError(f"{device.name} is lost, and all that was on it ({reason}). {_AFRESH}") from error
-        if isinstance(error, MemoryError) or device.backend.is_out_of_memory(error):
-            raise CapacityError(f"{device.name} has not the memory to {self._doing} ({reason}). Free some, or ask for less.") from error
-        if isinstance(error, device.api.GPUError | RuntimeError):
-            raise DeviceError(f"{device.name} could not {self._doing}: {error}") from error
 
 
 # ---- threads
 
 
-class Turn(Held):
-    """`with Turn(thing):` one thread at a time, and no KeyboardInterrupt inside, for what has a `device` and a `turn` (an RLock)."""
+class Locked(Held):
+    """`with Locked(lock):` as `Held`, and one thread at a time. While it waits for the others, Ctrl-C comes through."""
 
-    def __init__(self, thing: Any):
-        self._thing = thing
+    def __init__(self, lock: Any):
+        self._lock = lock
 
     def __enter__(self) -> None:
-        self._thing.device.check_usable()
         super().__enter__()
         try:
-            while not self._thing.turn.acquire(timeout=_PATIENCE):
+            while not self._lock.acquire(timeout=_PATIENCE):
                 let_interrupt_in()
         except BaseException:
             super().__exit__(None, None, None)
             raise
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._thing.turn.release()
-        super().__exit__(kind, error, traceback)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._lock.release()
+        super().__exit__(kind, error, trace)
+
+
+class Turn(Locked):
+    """`with Turn(thing):` for what has a `device` and a `turn` (an RLock): its state changes as a whole, or not at all."""
+
+    def __init__(self, thing: Any):
+        super().__init__(thing.turn)
+        self._device = thing.device
+
+    def __enter__(self) -> None:
+        self._device.check_usable()
+        super().__enter__()
 
 
 def in_turn(method: F) -> F:
@@ -162,3 +140,54 @@ def in_turn(method: F) -> F:
             return method(self, *args, **kwargs)
 
     return call
+
+
+# ---- uses of the backend
+
+
+class Guard(Locked):
+    """Around one use of the backend, `doing` something: the errors of the backend come out as ours. May be nested.
+
+    One thread at a time, as Dawn wants it; waits for results are not in here.
+
+    Raises:
+        CapacityError: memory ran out. DeviceError: the backend failed, the device is lost, or this process is a fork.
+    """
+
+    def __init__(self, device: Device, doing: str):
+        super().__init__(device.uses)
+        self._errors = Errors(device, doing)
+
+    def __enter__(self) -> None:
+        self._errors.__enter__()
+        super().__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self._errors.__exit__(kind, error, trace)
+        finally:
+            super().__exit__(kind, error, trace)
+
+
+class Errors:
+    """The part of a `Guard` that makes the backend's errors ours, for waits."""
+
+    def __init__(self, device: Device, doing: str):
+        self._device, self._doing = device, doing
+
+    def __enter__(self) -> None:
+        self._device.check_usable()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception) and not isinstance(error, WgattnError):
+            traceback.clear_frames(trace)  # they are in a cycle, and collecting a memoryview that others look into ends Python 3.11
+            self._translate(error)
+
+    def _translate(self, error: Exception) -> None:
+        device, reason = self._device, " ".join(str(error).split())
+        if device.look_if_lost():
+            raise DeviceError(f"{device.name} is lost, and all that was on it ({reason}). {_AFRESH}") from error
+        if isinstance(error, MemoryError) or device.backend.is_out_of_memory(error):
+            raise CapacityError(f"{device.name} has not the memory to {self._doing} ({reason}). Free some, or ask for less.") from error
+        if isinstance(error, device.api.GPUError | RuntimeError):
+            raise DeviceError(f"{device.name} could not {self._doing}: {error}") from error

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .guard import Waiting
+from .guard import Errors, Waiting
 
 if TYPE_CHECKING:
     from .device import Device
@@ -33,10 +33,12 @@ class Staging:
 
     def bytes(self) -> np.ndarray:
         """(nbytes,) uint8: what the copy brought."""
-        with self._device.guard(f"read {self._nbytes} bytes"):
+        device, doing = self._device, f"read {self._nbytes} bytes"
+        with device.guard(doing):
             mapping = self._buffer.map_async("READ_NOSYNC")  # plain "READ" would make and submit an empty command buffer first
-            with Waiting():
-                mapping.sync_wait()
+        with Errors(device, doing), Waiting():
+            mapping.sync_wait()
+        with device.guard(doing):
             try:
                 return np.frombuffer(self._buffer.read_mapped(), np.uint8)[: self._nbytes].copy()
             finally:
