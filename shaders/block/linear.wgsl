@@ -75,7 +75,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     //@ unroll r in 0..ROWS
     results[$r] *= gain * head_weight(row$r);
     //@ end
-    if (lane == 0u && token + $tu <= last_token) { output(row, token + $tu, results); }
+    if (lane == 0u && token + $tu <= last_token) { output(row, token + $tu, results, output_load(row, token + $tu)); }
     output_end(row - index / LANES * ROWS, token + $tu, index);
   }
   //@ end

@@ -118,7 +118,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
           //@ unroll r in 0..4
           results[$r] = sum$t_$q_$r * scale + bias_at(min(row + $ru, params.rows - 1u));
           //@ end
-          output(row, first_token + token, results);
+          output(row, first_token + token, results, output_load(row, first_token + token));
         }
       }
       //@ end

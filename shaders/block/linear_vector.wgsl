@@ -46,6 +46,12 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     squares += norm_square(v);
     input[input_slot(i)] = norm_apply4(v, i);
   }
+  // An invocation ends four rows; what it needs for that is loaded now.
+  let quad = min(index, HEAD_SLOTS - 1u);
+  let row = first_row + quad * 4u;
+  let loaded = output_load(row, 0u);
+  let bias = vec4<f32>(
+    bias_at(min(row, params.rows - 1u)), bias_at(min(row + 1u, params.rows - 1u)), bias_at(min(row + 2u, params.rows - 1u)), bias_at(min(row + 3u, params.rows - 1u)));
   let group_squares = neighbours_add(squares);
   if (index % SUBGROUP == 0u) { square_sums[index / SUBGROUP] = group_squares; }
   workgroupBarrier();
@@ -85,9 +91,6 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
   }
   workgroupBarrier();
-  // An invocation ends four rows.
-  let quad = min(index, HEAD_SLOTS - 1u);
-  let row = first_row + quad * 4u;
   var total = 0.0;
   for (var i = 0u; i < WORKGROUP / SUBGROUP; i++) { total += square_sums[i]; }
   let scale = norm_scale(total);
@@ -96,13 +99,13 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   {
     var sum = 0.0;
     for (var i = 0u; i < PARTS; i++) { sum += sums[(quad * 4u + $ru) * PARTS + i]; }
-    results[$r] = sum * scale + bias_at(min(row + $ru, params.rows - 1u));
+    results[$r] = sum * scale + bias[$r];
   }
   //@ end
   let gain = head_gain(row, quad, index < HEAD_SLOTS, results);
   //@ unroll r in 0..4
   results[$r] *= gain * head_weight(min(row + $ru, params.rows - 1u));
   //@ end
-  if (index < HEAD_SLOTS && row < params.rows) { output(row, 0u, results); }
+  if (index < HEAD_SLOTS && row < params.rows) { output(row, 0u, results, loaded); }
   output_end(first_row, 0u, index);
 }

@@ -50,6 +50,6 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
       v *= gain * vec4<f32>(head_gamma[at], head_gamma[at + 1u], head_gamma[at + 2u], head_gamma[at + 3u]);
     }
   }
-  output_quad(head * HEAD_DIM + r, token, v);
+  output_quad(head * HEAD_DIM + r, token, v, output_turns(head * HEAD_DIM + r, token));
   output_end(head * HEAD_DIM, token, index);
 }

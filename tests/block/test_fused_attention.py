@@ -417,9 +417,9 @@ def test_dispatches_fused_and_unfused(device: Device, devices, rng):
     for where in (device, devices["gpu_shape"], devices["software"]):
         counts = []
         for fused in (True, False):
-            block = SMALL.block(weights, fused=fused, device=where, capacity=300)
+            block = SMALL.block(weights, fused=fused, device=where, capacity=1300)
             counts.append(block.dispatches_per_token)
-            block.length = 280
+            block.length = 1280
             splits = len(regimes(where.profile)) > 1
             assert block.dispatches_per_token == counts[-1] + splits
         assert counts == [3, 8]

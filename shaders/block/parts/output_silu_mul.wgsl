@@ -1,10 +1,14 @@
 // y[token, row] = silu(result) * y[token, row]: the gate, where gate and up are stored in different formats.
 var<storage, read_write> y: array<f32>;          // (tokens, y_stride) f32
-fn output(row: u32, token: u32, results: array<f32, ROWS>) {
+fn output_load(row: u32, token: u32) -> array<f32, ROWS> {
+  var loaded: array<f32, ROWS>;
   //@ unroll r in 0..ROWS
-  if (row + $ru < params.rows) {
-    let i = token * params.y_stride + params.first_row + row + $ru;
-    y[i] = results[$r] / (1.0 + exp(-results[$r])) * y[i];
-  }
+  if (row + $ru < params.rows) { loaded[$r] = y[token * params.y_stride + params.first_row + row + $ru]; }
+  //@ end
+  return loaded;
+}
+fn output(row: u32, token: u32, results: array<f32, ROWS>, loaded: array<f32, ROWS>) {
+  //@ unroll r in 0..ROWS
+  if (row + $ru < params.rows) { y[token * params.y_stride + params.first_row + row + $ru] = results[$r] / (1.0 + exp(-results[$r])) * loaded[$r]; }
   //@ end
 }
