@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .guard import Errors, Waiting
+from .guard import Errors
 
 if TYPE_CHECKING:
     from .device import Device
@@ -36,8 +36,8 @@ class Staging:
         device, doing = self._device, f"read {self._nbytes} bytes"
         with device.guard(doing):
             mapping = self._buffer.map_async("READ_NOSYNC")  # plain "READ" would make and submit an empty command buffer first
-        with Errors(device, doing), Waiting():
-            mapping.sync_wait()
+        with Errors(device, doing):
+            device.backend.wait(mapping)
         with device.guard(doing):
             try:
                 return np.frombuffer(self._buffer.read_mapped(), np.uint8)[: self._nbytes].copy()

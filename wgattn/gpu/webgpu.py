@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import ArgumentError, DeviceError, Unsupported
+from .guard import Held, Waiting
 
 MATRIX_UNITS = "chromium-experimental-subgroup-matrix"
 # Features we use where the adapter has them. Never all of `adapter.features`: experimental ones make the request fail.
@@ -103,6 +104,11 @@ class Backend:
             set_bindings(handle, 0, bindings, 0, null)
             dispatch(handle, x, y, z)
 
+    def wait(self, promise: Any) -> None:
+        """Until a promise is kept. Callbacks come from a thread of wgpu-py's; Ctrl-C may end the wait."""
+        with Waiting():
+            promise.sync_wait()
+
     def is_lost(self, device: Any) -> bool:
         """Whether nothing can be made on the device any more, because the adapter has gone or it was destroyed."""
         try:
@@ -154,6 +160,11 @@ class DawnBackend(Backend):
 
     def create_module(self, device: Any, text: str, label: str, checked: bool) -> Any:
         return device.create_shader_module(label=label, code=text)
+
+    def wait(self, promise: Any) -> None:
+        """As there, to its end: callbacks come in this thread, and a KeyboardInterrupt in one of them would be lost, and the promise with it."""
+        with Held():
+            promise.sync_wait()
 
     def timestamp_period(self, device: Any) -> float:
         return 1.0  # Dawn converts ticks to nanoseconds itself
