@@ -301,7 +301,7 @@ def test_shapes_of_all_kinds_of_devices(devices, rng, variant: str, path: str):
         check(devices[variant], path, case, Inputs.of(case, rng), variant=variant)
 
 
-@pytest.mark.conformance
+@pytest.mark.conformance(path=["split"])
 @pytest.mark.parametrize("path", PORTABLE_PATHS)
 def test_one_subgroup_or_all_of_a_workgroup_for_a_long_row(devices, rng, path: str):
     for variant in ("gpu_shape", "gpu_shape_no_subgroup"):
