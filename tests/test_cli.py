@@ -21,6 +21,7 @@ from wgattn import cli
 from wgattn.attention.problem import Problem
 from wgattn.gpu import webgpu
 from wgattn.llm.llama import Llama
+from wgattn.llm.loop import DecodeLoop
 
 README = Path(__file__).parent.parent / "README.md"
 PROMPT = "the quick brown fox"
@@ -74,14 +75,25 @@ def generate(run, tiny):
     return call
 
 
+def saying(tokens, then=None):
+    """In place of `DecodeLoop.run`: yields these tokens, then raises."""
+
+    def run(self, begin, length, count, done, options=None):
+        for i, token in zip(range(count), tokens, strict=False):
+            done(length + i)
+            yield token
+        if then is not None:
+            raise then
+
+    return run
+
+
 @pytest.fixture
 def forced(monkeypatch):
     """Makes the model say these tokens; the rest of it works as ever."""
 
     def force(tokens):
-        rest = iter(tokens)
-        monkeypatch.setattr("wgattn.llm.llama.sample", lambda logits, **how: next(rest))
-        monkeypatch.setattr(Llama, "_continue_greedily", lambda self, token, count: self._continue(token, count, {}))  # with sample, not on the device
+        monkeypatch.setattr(DecodeLoop, "run", saying(tokens))
 
     return force
 
@@ -345,16 +357,8 @@ def test_ctrl_c_ends_with_what_there_is(steady):
 
 @pytest.mark.parametrize("tokens", [[], [70, 71, 72]])
 def test_ctrl_c_as_json(generate, monkeypatch, tokens):
-    rest = iter(tokens)
-
-    def interrupted(logits, **how):
-        token = next(rest, None)
-        if token is None:
-            raise KeyboardInterrupt
-        return token
-
-    monkeypatch.setattr("wgattn.llm.llama.sample", interrupted)
-    monkeypatch.setattr(Llama, "_continue_greedily", lambda self, token, count: self._continue(token, count, {}))
+    monkeypatch.setattr(Llama, "warm_up", lambda self: None)  # which generates, too
+    monkeypatch.setattr(DecodeLoop, "run", saying(tokens, KeyboardInterrupt))
     report = generate("--logits", PROMPT, code=130)
     assert (report["ids"], report["stop_reason"]) == (tokens, "interrupted")
     assert (report["timings"]["prompt_s"] is None) == (report["top5"] is None) == (not tokens)

@@ -1,48 +1,48 @@
 // The most likely token (the lowest id of equals) becomes the next step's input: greedy decoding without the host.      llm/sample.py
 // One workgroup. It also moves the step on by one position and notes the token in a ring for the host to read later.
-// Workgroup memory: 8 * WORKGROUP.   Options: WORKGROUP (a power of two), TOKENS_AT: word of the step buffer where token ids begin.
+// Workgroup memory: 8 * WORKGROUP.   Options: WORKGROUP (a power of two), TOKENS_AT: word of the step buffer where token ids begin; parts: order.
 
 struct Params { vocab: u32, ring: u32 }
 
-const NONE = 0xffffffffu;                        // no logit was a number
-const LOWEST = -3.4028234e38;
+const NONE = 0xffffffffu;                        // a logit is NaN, or all are -infinity
 
 var<uniform> params: Params;
-var<storage, read> logits: array<vec4<f32>>;     // (vocab, padded to 4)
+var<storage, read> logits: array<vec4<u32>>;     // (vocab, padded to 4) the bits of f32
 var<storage, read_write> state: array<u32>;      // (words of the step buffer) position, count, ..., token ids
 var<storage, read_write> history: array<u32>;    // (ring) the token at position p is at p % ring
-var<workgroup> best_value: array<f32, WORKGROUP>;
+var<workgroup> best_key: array<u32, WORKGROUP>;
 var<workgroup> best_id: array<u32, WORKGROUP>;
 
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(local_invocation_index) index: u32) {
-  var value = LOWEST;
+  var key = ORDER_LOWEST - 1u;
   var id = NONE;
   for (var i = index; i < (params.vocab + 3u) / 4u; i += WORKGROUP) {
     let v = logits[i];
     //@ unroll c in 0..4
-    if (i * 4u + $cu < params.vocab && (v[$c] > value || (id == NONE && v[$c] == value))) {
-      value = v[$c];
+    let key$c = order_key(v[$c]);
+    if (i * 4u + $cu < params.vocab && key$c > key) {
+      key = key$c;
       id = i * 4u + $cu;
     }
     //@ end
   }
-  best_value[index] = value;
+  best_key[index] = key;
   best_id[index] = id;
   for (var half = WORKGROUP / 2u; half > 0u; half >>= 1u) {
     workgroupBarrier();
     if (index < half) {
-      let other = best_value[index + half];
+      let other = best_key[index + half];
       let other_id = best_id[index + half];
-      if (other > best_value[index] || (other == best_value[index] && other_id < best_id[index])) {
-        best_value[index] = other;
+      if (other > best_key[index] || (other == best_key[index] && other_id < best_id[index])) {
+        best_key[index] = other;
         best_id[index] = other_id;
       }
     }
   }
   if (index == 0u) {
     let position = state[0] + state[1];
-    history[position % params.ring] = best_id[0];
+    history[position % params.ring] = select(best_id[0], NONE, best_key[0] == ORDER_NAN);
     state[0] = position;
     state[1] = 1u;
     state[TOKENS_AT] = min(best_id[0], params.vocab - 1u);

@@ -105,7 +105,7 @@ def step_recording(model: Llama, depth: int) -> Recording:
 
 def greedy_recording(model: Llama, depth: int) -> Recording:
     """What greedy generation replays at this depth: the step, and the choice of the next token, which moves the position on."""
-    return next(recording for limit, recording in model._greedy._recordings if depth < limit)
+    return Recording(model.device, [*model._decoding(depth), *model._loop.argmax])
 
 
 def prompt_recording(model: Llama) -> Recording:

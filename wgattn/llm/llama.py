@@ -25,8 +25,8 @@ from ..errors import ArgumentError, CapacityError, FormatError, Unsupported
 from ..gpu import Arena, Device, Readback, Recording, StepState, Tensor, Turn, default_device, in_turn, let_interrupt_in
 from .config import LlamaConfig
 from .gguf import ModelFile, find_model
-from .greedy import GreedyLoop
-from .sample import check_options, sample
+from .loop import DecodeLoop, pack_options
+from .sample import check_options
 from .tokenizer import Tokenizer
 
 
@@ -166,7 +166,7 @@ class Llama:
         self._prefill = self._recording(self.chunk, self.capacity, output=False)
         self._decode = [(limit, self._recording(1, limit, output=True)) for limit in limits]
         self._head = self._output(Recording(device))
-        self._greedy = GreedyLoop(device, self._decode, self.logits, self._state)
+        self._loop = DecodeLoop(device, self._decode, self.logits, self._state)
 
     def _recording(self, tokens: int, length: int, output: bool) -> Recording:
         c, recording = self.config, Recording(self.device)
@@ -212,15 +212,19 @@ class Llama:
         Raises ArgumentError for no tokens or one outside the vocabulary, CapacityError when they do not fit; the sequence is then as before.
         """
         token_ids = self._checked(token_ids)
+        self._feed(token_ids)
+        self._head.replay(readback=self._readback)
+        logits = self._readback.numpy()
+        self.length += len(token_ids)
+        return logits
+
+    def _feed(self, token_ids: list[int]) -> None:
+        """Submit the steps that append tokens, but for the logits of the last; `length` stays."""
         self._changes += 1
         for first in range(0, len(token_ids), self.chunk):
             self._state.write(self.length + first, token_ids[first : first + self.chunk])
             self._prefill.replay()
             let_interrupt_in()
-        self._head.replay(readback=self._readback)
-        logits = self._readback.numpy()
-        self.length += len(token_ids)
-        return logits
 
     @in_turn
     def decode(self, token_id: int) -> np.ndarray:
@@ -237,10 +241,12 @@ class Llama:
     @in_turn
     def warm_up(self) -> None:
         """Run every kind of step once and reset: drivers compile a shader at its first use, which takes a while."""
+        for options in (None, pack_options(1.0, 2, 0.5, seed=0)):
+            self.reset()
+            list(self._follow([0], 2, options))
         self.reset()
         self.prefill([0])
         if self.length < self.capacity:
-            list(self._greedy.run(0, self.length, 1, lambda length: None))
             self.decode(0)
         self.reset()
 
@@ -263,35 +269,41 @@ class Llama:
     ) -> Iterator[int]:
         """Append `token_ids`, then yield new tokens one by one, at most `max_new_tokens`; stops before one of `stop_ids`.
 
-        temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens; stop_ids None: the model's end tokens; (): none.
-        A sequence that reaches the capacity ends there. Raises as `prefill` does, before any work; ArgumentError when something else changes
-        the sequence in between.
+        temperature 0 is greedy; above 0 tokens are drawn: logits divided by it (computed in float32, at 1e-37 to 1e37), then the `top_k` most likely,
+        then of those the fewest whose probability reaches `top_p` (see `reference.candidates`). top_k 0 and top_p 1 keep all tokens. A draw depends on
+        the logits, the options, `seed` and the position in the sequence: on one device, the same seed gives the same tokens for the same sequence,
+        also when generation is left and taken up. seed None: another one each time.
+        stop_ids None: the model's end tokens; (): none. A sequence that reaches the capacity ends there.
+
+        The device picks the tokens, and works ahead of those given out. Raises as `prefill` does, before any work; ArgumentError when something else
+        changes the sequence in between; DeviceError when logits are NaN.
         """
         stop = self.tokenizer.end_ids if stop_ids is None else frozenset(stop_ids)
         check_options(temperature, top_k, top_p)
-        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "rng": np.random.default_rng(seed)}
+        options = pack_options(temperature, top_k, top_p, seed) if temperature > 0 else None
+        if max_new_tokens < 1:
+            self.prefill(token_ids)
+            return
         with Turn(self):
-            token = sample(self.prefill(token_ids), **options)
-            changes, left = self._changes, min(max_new_tokens - 1, self.capacity - self.length)
-        following = self._continue_greedily(token, left) if temperature == 0 else self._continue(token, left, options)
-        while max_new_tokens >= 1 and token is not None and token not in stop:
+            following = self._follow(token_ids, max_new_tokens, options)
+            token, changes = next(following), self._changes
+        while token is not None and token not in stop:
             yield token
             with Turn(self):
                 if self._changes != changes:
                     raise ArgumentError("The sequence was changed while tokens were generated from it: finish or drop the generator before.")
                 token = next(following, None)
-                changes = self._changes
 
-    def _continue(self, token: int, count: int, options: dict) -> Iterator[int]:
-        for _ in range(count):
-            token = sample(self.decode(token), **options)
-            yield token
+    def _follow(self, token_ids: Sequence[int], count: int, options: np.ndarray | None) -> Iterator[int]:
+        """Append tokens, and at most `count` that the device picks, by `options` of `pack_options`; the first of them comes with the prompt."""
 
-    def _continue_greedily(self, token: int, count: int) -> Iterator[int]:
         def done(length: int) -> None:
             self.length = length
 
-        return self._greedy.run(token, self.length, count, done)
+        token_ids = self._checked(token_ids)
+        length = self.length + len(token_ids)
+        self._feed(token_ids)
+        yield from self._loop.run(self._head, length, min(count, self.capacity - length + 1), done, options)
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
         ids = [int(t) for t in token_ids]
