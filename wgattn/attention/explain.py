@@ -31,6 +31,7 @@ FEATURES = {
     "lse": {"lse": True},
     "key lengths": {"lengths": "each"},
     "f16": {"dtype": "f16", "kv_dtype": "f16"},
+    "q8_0, q4_0": {"kv_dtype": "q8_0"},
     "S = 1": {"queries": 1},
 }
 
