@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import CapacityError
 from .profile import DeviceProfile
-from .tensor import Tensor, dtype_of, storage_of
+from .tensor import Tensor, checked_shape, converted, dtype_of, storage_of
 
 if TYPE_CHECKING:
     from .device import Device
@@ -57,12 +57,12 @@ class Arena:
         return self.device.name
 
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Tensor:
-        """A tensor of zeros; CapacityError when it does not fit a binding."""
-        dtype = dtype_of(dtype)
+        """A tensor of zeros. ShapeError for a shape that cannot be; CapacityError when it does not fit a binding."""
+        shape, dtype = checked_shape(shape), dtype_of(dtype)
         nbytes = max(16, math.prod(shape) * dtype.itemsize)
         limit = self.device.profile.max_binding
         if nbytes > limit:
-            raise CapacityError(f"A tensor of shape {tuple(shape)} takes {nbytes} bytes; {self.device.name} can bind {limit}.")
+            raise CapacityError(f"A tensor of shape {shape} takes {nbytes} bytes; {self.device.name} can bind {limit}.")
         room = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         place = next((b for b in self._open if b[1] + room <= b[2]), None)
         if place is None:
@@ -72,11 +72,13 @@ class Arena:
             self.nbytes += size
         offset, place[1] = place[1], place[1] + room
         self._open = [b for b in self._open if b[1] < b[2]]
-        return Tensor(self.device, tuple(shape), dtype, place[0], offset)
+        return Tensor(self.device, shape, dtype, place[0], offset)
 
     def tensor(self, array: Any, dtype: Any = None) -> Tensor:
         """A copy of an array, stored as `Device.tensor` would."""
         array = np.asarray(array)
-        tensor = self.empty(array.shape, storage_of(array) if dtype is None else dtype)
+        dtype = storage_of(array) if dtype is None else dtype_of(dtype)
+        array = converted(array, dtype)  # before memory is taken
+        tensor = self.empty(array.shape, dtype)
         tensor.write(array)
         return tensor

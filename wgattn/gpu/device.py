@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from ..errors import ArgumentError, CapacityError, DeviceError
+from ..errors import CapacityError, DeviceError
 from . import webgpu
 from .guard import Guard, Usable
 from .kernel import Kernel
@@ -20,7 +21,7 @@ from .limits import lowered, stricter
 from .profile import DeviceProfile, describe_limits, measure_subgroup_size
 from .shader import Option, Part, assemble
 from .staging import Staging
-from .tensor import Tensor, dtype_of, storage_of
+from .tensor import Tensor, checked_shape, converted, dtype_of, storage_of
 
 
 class Device(Usable):
@@ -125,25 +126,24 @@ class Device(Usable):
         return staging.bytes().view(dtype)
 
     def tensor(self, array: Any, dtype: Any = None) -> Tensor:
-        """Copy an array to the device. float64 becomes float32, bool becomes uint32; dtype: float32, float16, uint32 or int32."""
+        """Copy an array to the device. float64 becomes float32, bool becomes uint32; dtype: float32, float16, uint32 or int32.
+
+        TypeError for what cannot be stored so; ArgumentError for integers that do not fit; CapacityError.
+        """
         array = np.asarray(array)
         dtype = storage_of(array) if dtype is None else dtype_of(dtype)
-        if dtype.kind in "iu" and array.dtype.kind in "iu" and array.size:
-            limits = np.iinfo(dtype)
-            if int(array.min()) < limits.min or int(array.max()) > limits.max:
-                raise ArgumentError(f"Integers from {array.min()} to {array.max()} do not fit {dtype}.")
         tensor = self.empty(array.shape, dtype)
-        self.write(tensor.buffer, array.astype(dtype, copy=False))
+        self.write(tensor.buffer, converted(array, dtype))
         return tensor
 
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Tensor:
-        """A tensor of zeros."""
-        dtype = dtype_of(dtype)
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        """A tensor of zeros. ShapeError for a shape that cannot be; CapacityError when it does not fit a binding."""
+        shape, dtype = checked_shape(shape), dtype_of(dtype)
+        nbytes = math.prod(shape) * dtype.itemsize
         limit = self.profile.max_binding
         if nbytes > limit:
-            raise CapacityError(f"A tensor of shape {tuple(shape)} takes {nbytes} bytes; {self.name} can bind {limit}.")
-        return Tensor(self, tuple(shape), dtype, self.buffer(nbytes))
+            raise CapacityError(f"A tensor of shape {shape} takes {nbytes} bytes; {self.name} can bind {limit}.")
+        return Tensor(self, shape, dtype, self.buffer(nbytes))
 
     # ---- kernels
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,7 +27,36 @@ def dtype_of(dtype: Any) -> np.dtype:
 
 def storage_of(array: np.ndarray) -> np.dtype:
     """The dtype that an array is stored in: float64 becomes float32, bool uint32, int64 int32, and what the GPU can store stays."""
-    return dtype_of({"float64": np.float32, "bool": np.uint32, "int64": np.int32}.get(array.dtype.name, array.dtype))
+    native = array.dtype.newbyteorder("=")
+    return dtype_of({"float64": np.float32, "bool": np.uint32, "int64": np.int32}.get(native.name, native))
+
+
+def converted(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The array in a storage type, where that keeps its values but for the rounding of floats.
+
+    TypeError for what is no real number; ArgumentError for numbers that an integer type cannot hold.
+    """
+    if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
+        raise TypeError(f"An array of {array.dtype} cannot be stored as {dtype}.")
+    if dtype.kind in "iu" and array.size:
+        if array.dtype.kind not in "biu" and not (np.isfinite(array).all() and (array == np.trunc(array)).all()):
+            raise ArgumentError(f"An array of {array.dtype} with fractions does not fit {dtype}.")
+        limits, lowest, highest = np.iinfo(dtype), int(array.min()), int(array.max())
+        if lowest < limits.min or highest > limits.max:
+            raise ArgumentError(f"Integers from {lowest} to {highest} do not fit {dtype}.")
+    with np.errstate(over="ignore"):  # too large for f16: infinite
+        return array.astype(dtype, copy=False)
+
+
+def checked_shape(shape: Iterable[int]) -> tuple[int, ...]:
+    """The shape as integers, or ShapeError."""
+    try:
+        found = tuple(operator.index(n) for n in shape)
+    except TypeError:
+        raise ShapeError(f"A shape is a sequence of whole numbers, not {shape!r}.") from None
+    if min(found, default=0) < 0 or math.prod(n or 1 for n in found) >= 1 << 60:
+        raise ShapeError(f"A tensor cannot have the shape {found}.")
+    return found
 
 
 class Slice(NamedTuple):
@@ -72,21 +103,19 @@ class Tensor:
         return self.device.read(self.buffer, self.dtype, self.size, self.offset).reshape(self.shape)
 
     def write(self, array: np.ndarray) -> None:
-        """Replace the contents; the shape must be equal, the values are converted to the tensor's dtype."""
+        """Replace the contents; the shape must be equal, the values are converted to the tensor's dtype (see `converted`)."""
         array = np.asarray(array)
         if array.shape != self.shape:
             raise ShapeError(f"An array of shape {array.shape} cannot be written to a tensor of shape {self.shape}.")
-        self.device.write(self.buffer, array.astype(self.dtype, copy=False), self.offset)
+        self.device.write(self.buffer, converted(array, self.dtype), self.offset)
 
     def reshape(self, *shape: int) -> Tensor:
         """The same memory under another shape."""
-        shape = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
-        if -1 in shape:
-            known = -math.prod(shape)
-            if known <= 0 or self.size % known:
-                raise ShapeError(f"A tensor of shape {self.shape} cannot be reshaped to {shape}.")
-            shape = tuple(self.size // known if n == -1 else n for n in shape)
-        if math.prod(shape) != self.size:
+        shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+        if shape.count(-1) == 1:
+            known = math.prod(n for n in shape if n != -1)
+            shape = tuple((self.size // known if known > 0 else -1) if n == -1 else n for n in shape)
+        if min(shape, default=0) < 0 or math.prod(shape) != self.size:
             raise ShapeError(f"A tensor of shape {self.shape} cannot be reshaped to {shape}.")
         return Tensor(self.device, shape, self.dtype, self.buffer, self._offset)
 
