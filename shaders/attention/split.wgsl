@@ -17,7 +17,7 @@ var<workgroup> merge_sum: array<f32, HEADS_AT_ONCE * MERGED>;
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>, @builtin(local_invocation_index) index: u32) {
   team_index = index;
-  let number = group.x + group.y * groups.x;     // linear: batch, query, group of heads
+  let number = params.first_group + group.x + group.y * groups.x;   // linear: batch, query, group of heads
   let each = params.heads / GROUP;
   let h = number % each * GROUP;                 // GROUP divides heads / kv_heads
   let i = number / each % params.queries;

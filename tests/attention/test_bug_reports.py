@@ -478,7 +478,7 @@ def test_a_long_prompt_is_cut_into_short_submits(devices, rng, monkeypatch, vari
     device = devices[variant]
     q, k, v = (device.tensor(a) for a in draw(rng, 2, 6, 2, 150, 170, 8))  # 2 * 2 * 6 * 150 * 120 * 16 operations, 6.9 million
     options = {"attn_mask": device.tensor(rng.standard_normal((6, 150, 170)).astype(F32)), "is_causal": True, "window_size": 120, "return_lse": True}
-    for path in ("flash", "unfused", "gemm"):
+    for path in ("flash", "split", "unfused", "gemm"):
         whole = [t.numpy() for t in sdpa(q, k, v, **options, path=path)]
         with monkeypatch.context() as patch:
             patch.setattr(DeviceProfile, "most_operations", 1_000_000)
@@ -486,12 +486,12 @@ def test_a_long_prompt_is_cut_into_short_submits(devices, rng, monkeypatch, vari
             cut = sdpa(q, k, v, **options, path=path)
             (recording,) = made
             submits = recording.submits()
-        assert calls["submit"] == len(submits) >= (7 if path == "flash" else 2), path
+        assert calls["submit"] == len(submits) >= (7 if path in ("flash", "split") else 2), path
         assert [d for part in submits for d in part] == list(recording)
         for part in submits:
             assert sum(d.operations for d in part) <= 1e6 or sum(d.operations > 0 for d in part) == 1, (path, part)
-        if path == "flash":
-            assert len(recording) == len(submits), "each dispatch has some of the queries"
+        if path in ("flash", "split"):
+            assert len(submits) <= len(recording) <= len(submits) + 2, "each dispatch has some of the queries; a rest may join the one before it"
             assert all(d.operations <= 1e6 for d in recording)
         for a, b in zip(cut, whole, strict=True):
             assert np.array_equal(a.numpy(), b), path

@@ -56,5 +56,7 @@ def record(recording: Recording, problem: Problem, operands: Operands, shape: Fl
         SUBGROUP=profile.subgroup_size,
     )
     teams = shape.workgroup // shape.lanes
-    groups = (-(-problem.queries * problem.ratio // (teams * shape.rows)), problem.num_kv_heads, problem.batch)
-    common.add_pieces(recording, kernel, groups, problem, operands, "attention")
+    groups = -(-problem.queries * problem.ratio // (teams * shape.rows))
+    for first, number, operations in common.pieces(recording.device.profile, groups, problem.operations):
+        sizes = (number, problem.num_kv_heads, problem.batch)
+        common.add(recording, kernel, sizes, problem, operands, label="attention", operations=operations, first_group=first)

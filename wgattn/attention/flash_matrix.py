@@ -89,5 +89,7 @@ def record(recording: Recording, problem: Problem, operands: Operands, shape: Fl
         SUBGROUP=shape.subgroup,
         MEMORY=shape.workgroup_bytes(problem),
     )
-    groups = (-(-problem.queries * problem.ratio // (16 * shape.teams)), problem.num_kv_heads, problem.batch)
-    common.add_pieces(recording, kernel, groups, problem, operands, "attention")
+    groups = -(-problem.queries * problem.ratio // (16 * shape.teams))
+    for first, number, operations in common.pieces(recording.device.profile, groups, problem.operations):
+        sizes = (number, problem.num_kv_heads, problem.batch)
+        common.add(recording, kernel, sizes, problem, operands, label="attention", operations=operations, first_group=first)

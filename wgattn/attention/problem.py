@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..gpu import Kernel, Part, Recording, Tensor
+from ..gpu import DeviceProfile, Kernel, Part, Recording, Tensor
 from ..gpu.shader import Option
 from .kv_format import kv_format
 
@@ -222,14 +222,12 @@ def add(
     recording.add(kernel, groups, buffers, params(problem, operands, splits, first_group), label or kernel.source.name, operations)
 
 
-def add_pieces(recording: Recording, kernel: Kernel, groups: tuple[int, int, int], problem: Problem, operands: Operands, label: str) -> None:
-    """As `add`, for a kernel that does it all: as many dispatches as keep each short, of a share of the workgroups along x each."""
-    x, y, z = groups
-    operations = problem.operations
-    share = max(1, x // max(1, math.ceil(operations / recording.device.profile.most_operations)))
-    for first in range(0, x, share):
-        n = min(share, x - first)
-        add(recording, kernel, (n, y, z), problem, operands, label=label, operations=operations * n / x, first_group=first)
+def pieces(profile: DeviceProfile, groups: int, operations: float) -> Iterator[tuple[int, int, float]]:
+    """(first, number, operations) of the workgroups that go into a dispatch each, so that none runs for long; usually one has them all."""
+    share = max(1, groups // max(1, math.ceil(operations / profile.most_operations)))
+    for first in range(0, groups, share):
+        number = min(share, groups - first)
+        yield first, number, operations * number / groups
 
 
 def packs_output(problem: Problem) -> bool:

@@ -108,8 +108,9 @@ def record(recording: Recording, problem: Problem, operands: Operands, shape: Sp
         WORKGROUP=shape.workgroup,
         SUBGROUP=device.profile.subgroup_size,
     )
-    groups = (*grid(problem.rows // shape.group, limit), shape.splits)
-    common.add(recording, kernel, groups, problem, operands, partial, shape.splits, label="attention")
+    for first, number, operations in common.pieces(device.profile, problem.rows // shape.group, problem.operations):
+        groups = (*grid(number, limit), shape.splits)
+        common.add(recording, kernel, groups, problem, operands, partial, shape.splits, "attention", operations, first)
     if many:
         kernel = device.kernel(
             "attention/combine", *common.base_parts(problem), *common.finish_parts(problem), **common.options(problem), WORKGROUP=min(64, problem.value_width)

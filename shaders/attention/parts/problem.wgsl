@@ -13,7 +13,7 @@ struct Params {
   left: i32, right: i32, bottom_right: u32,
   scale: f32, softcap: f32,
   splits: u32,
-  first_group: u32,      // workgroups along x that other dispatches compute: a long one is cut
+  first_group: u32,      // workgroups that other dispatches compute: a long one is cut
 }
 var<uniform> params: Params;
 
