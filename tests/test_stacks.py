@@ -238,6 +238,11 @@ def test_the_readmes_rows():
         stacks.with_table("a\nb\n", "")
 
 
+def test_the_readmes_table_is_that_of_the_results():
+    text = stacks.README.read_text(encoding="utf-8")
+    assert stacks.with_table(text, stacks.readme_table(stacks.load(stacks.RESULTS))) == text, "run: python tools/stacks.py --merge"
+
+
 @pytest.mark.parametrize(("outcomes", "options", "code"), [
     ([Family(passed=1)], [], 0),
     ([Family(passed=1, failed=1)], [], 1),

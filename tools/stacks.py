@@ -28,7 +28,7 @@ from pathlib import Path
 import platformdirs
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tools" / "results" / "stacks.json"
@@ -292,7 +292,8 @@ def show(outcomes: list[Outcome], console: Console) -> None:
     """The table of stacks and kernel families; then each failure, and each reason for what is not available."""
     ran = [o for o in outcomes if not o.missing]
     if ran:
-        table = Table("kernel family", *(escape(o.stack.replace("+", " + ")) for o in ran), title="Conformance: cases passed, failed, not available (n/a)")
+        names = (escape(o.stack.replace("+", " + ")) for o in ran)
+        table = Table(Column("kernel family", no_wrap=True), *names, title="Conformance: cases passed, failed, not available (n/a)")
         for name in sorted({name for o in ran for name in o.families}):
             table.add_row(escape(name), *(cell(o.families.get(name)) for o in ran))
         table.add_section()
@@ -380,7 +381,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     options = arguments().parse_args(argv)
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=160)
     if options.merge is not None:
         outcomes = merged(load(RESULTS) if RESULTS.exists() else [], [o for path in options.merge for o in load(path)])
         save(RESULTS, outcomes)
