@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -168,7 +169,9 @@ def test_swiftshader_is_downloaded_once_and_unpacked(tmp_path, monkeypatch):
     with pytest.raises(NotAvailable, match="apt-get download failed: E: no lists"):
         stacks.swiftshader()
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    driver = stacks.swiftshader()
+    with ThreadPoolExecutor(3) as pool:
+        driver, *others = [future.result() for future in [pool.submit(stacks.swiftshader) for _ in range(3)]]
+    assert others == [driver, driver]
     assert driver.version == "chromium-common 2.3-4"
     assert Path(driver.environment["VK_DRIVER_FILES"]).is_file()
     assert (bin / "log").read_text().split() == ["download", "download", "update", "download"]

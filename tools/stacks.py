@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -73,6 +74,14 @@ def lavapipe() -> Driver:
 
 def swiftshader() -> Driver:
     """From Debian's package chromium-common, unpacked in the user's cache; downloaded when it is not there."""
+    with _fetching:
+        return _swiftshader()
+
+
+_fetching = threading.Lock()  # stacks run in threads, and two of them want it
+
+
+def _swiftshader() -> Driver:
     cache = Path(os.environ.get("WGATTN_CACHE_DIR") or platformdirs.user_cache_path("wgattn")) / "swiftshader"
     found = sorted(cache.glob("*/usr/lib/chromium/vk_swiftshader_icd.json"))
     if not found:
@@ -97,7 +106,9 @@ def _fetch_swiftshader(cache: Path) -> None:
         (package,) = Path(folder).glob("chromium-common_*.deb")
         _command(["dpkg", "-x", package.name, "unpacked"], folder)
         name, version = package.name.split("_")[:2]
-        Path(folder, "unpacked").rename(cache / f"{name}_{version.partition('%3a')[2] or version}")
+        place = cache / f"{name}_{version.partition('%3a')[2] or version}"
+        if not place.exists():  # another process may have been faster
+            Path(folder, "unpacked").rename(place)
 
 
 def _command(command: list[str], folder: str) -> None:
