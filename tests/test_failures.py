@@ -255,6 +255,34 @@ def test_a_kernel_that_does_not_compile_today(rng, monkeypatch):
     history.check(2, mask)
 
 
+def test_a_device_that_does_not_open(device, monkeypatch):
+    for error in (device.api.GPUError("injected"), RuntimeError("injected")):
+
+        def refuse(*args: Any, error: Exception = error, **kwargs: Any) -> Any:
+            raise error
+
+        with monkeypatch.context() as patched:
+            patched.setattr(type(device.backend), "request_device", refuse)
+            with pytest.raises(DeviceError, match=r"refuses to open a device: injected"):
+                Device()
+    with monkeypatch.context() as patched:
+        patched.setattr(type(device.backend), "adapters", lambda self: [])
+        with pytest.raises(DeviceError, match="No WebGPU adapter was found"):
+            Device()
+    assert Device().tensor(np.ones(3)).numpy().all()
+
+
+def test_a_process_that_is_not_the_backends(device, monkeypatch):
+    """As in a fork: told before anything waits for threads that stayed behind."""
+    pipe = small(device)
+    with monkeypatch.context() as patched:
+        patched.setattr(device.backend, "_process", 1)
+        for call in (lambda: device.tensor(np.ones(3)), pipe.reset, Device, wgattn.list_adapters):
+            with pytest.raises(DeviceError, match=r"process 1, of which this one is a fork"):
+                call()
+    pipe.reset()
+
+
 # ---- memory that really runs out
 
 

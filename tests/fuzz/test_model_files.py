@@ -1,5 +1,7 @@
 """GGUF files of strangers: no bytes crash, hang, take memory by a number in the file, or are read as anything but what they say."""
 
+import dataclasses
+import errno
 import itertools
 import math
 import re
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from tests import child
 from tests.fuzz.depth import both_depths, explore, refusal
 from tests.llm.make_gguf import add_tokenizer, byte_tokens, finish, vocabulary, write_llama_gguf
-from wgattn import FormatError, Llama, WgattnError, reference
+from wgattn import CapacityError, FormatError, Llama, ModelNotFound, Unsupported, WgattnError, reference
 from wgattn.llm import gguf as reading
 from wgattn.llm.config import LlamaConfig
 from wgattn.llm.gguf import ModelFile
@@ -367,3 +369,65 @@ def test_a_panic_of_the_library_is_our_error(tmp_path, monkeypatch):
     for error, wanted in ((PanicException("boom"), FormatError), (KeyboardInterrupt(), KeyboardInterrupt), (ValueError("boom"), FormatError)):
         with pytest.raises(wanted), tokenizer._library("do this"):
             raise error
+
+
+# ---- tensors that are there, are not, or are others
+
+
+def test_every_tensor_counts(tiny, device):
+    """Each one missing, of another shape, or of a type that cannot serve: told by its name, before anything goes to the device."""
+    whole = ModelFile(tiny).tensors
+    for name, tensor in whole.items():
+        matrix = len(tensor.shape) == 2
+        other = dataclasses.replace(tensor, shape=(*tensor.shape[:-1], tensor.shape[-1] + 1))
+        flat = dataclasses.replace(tensor, shape=(1, *tensor.shape))
+        unknown = dataclasses.replace(tensor, kind="IQ2_XXS" if matrix else "BF16")
+        for changes in ({name: None}, {name: other}, {name: flat}, {name: unknown}):
+            file = ModelFile(tiny)
+            file.tensors = {key: changes.get(key, t) for key, t in whole.items() if changes.get(key, t) is not None}
+            with pytest.raises((FormatError, Unsupported)) as caught:
+                Llama(file, capacity=4, device=device)
+            assert "tiny.gguf" in str(caught.value), changes
+            assert name in str(caught.value) or name == "token_embd.weight", f"{changes}: {caught.value}"
+    file = ModelFile(tiny)
+    file.tensors = whole | {"blk.0.attn_sinks.weight": whole["output_norm.weight"]}
+    with pytest.raises(Unsupported, match=r"tiny\.gguf has tensors .* blk\.0\.attn_sinks\.weight"):
+        Llama(file, capacity=4, device=device)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "what"),
+    [
+        ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, Unsupported, "longrope"),
+        ({"llama.rope.scaling.type": "linear"}, FormatError, "positive factor"),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0}, FormatError, "original_max_position_embeddings"),
+        ({"llama.rope.dimension_count": 6}, Unsupported, "rotary dim 6"),
+        ({"llama.rope.freq_base": 1e-300, "llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 1e-300}, FormatError, "not finite"),
+        ({"tokenizer.ggml.tokens": ["a"] * 261}, FormatError, "261 tokens .* 262 rows"),
+        ({"llama.attention.head_count": 4, "llama.attention.head_count_kv": 2}, FormatError, "rope.dimension_count is 16"),
+    ],
+)
+def test_what_the_model_asks_for_and_cannot_have(tiny, device, changes, error, what):
+    file = ModelFile(tiny)
+    file.metadata = file.metadata | changes
+    with pytest.raises(error, match=what) as caught:
+        Llama(file, capacity=4, device=device)
+    assert "tiny.gguf" in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read(tiny, monkeypatch):
+    for number, wanted in ((errno.ENOMEM, CapacityError), (errno.EIO, ModelNotFound)):
+
+        def fail(*args: Any, number: int = number, **kwargs: Any) -> None:
+            raise OSError(number, "injected")
+
+        monkeypatch.setattr(np, "memmap", fail)
+        with pytest.raises(wanted, match=r"tiny\.gguf cannot be (mapped|read)|model file .*tiny\.gguf cannot be read"):
+            ModelFile(tiny)
+
+
+def test_an_empty_vocabulary(tiny):
+    file = ModelFile(tiny)
+    file.metadata = file.metadata | {"tokenizer.ggml.tokens": []}
+    with pytest.raises(FormatError, match=r"tiny\.gguf has an empty vocabulary"):
+        Tokenizer.from_gguf(file)
