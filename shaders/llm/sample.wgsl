@@ -1,9 +1,10 @@
 // The next token, drawn after temperature, top-k and top-p, becomes the next step's input: sampling without the host.      reference.candidates
 // One workgroup. It also moves the step on by one position and notes the token in a ring for the host to read later.
 // A border (the key of a logit, and among equals the id of the last token kept) is searched for in rounds: each measures what lies above 8 thresholds,
-// by number of tokens for top-k and by probability for top-p. From the second round on, an invocation reads a list of its own of what is still possible.
+// by number of tokens for top-k (exact in f32 below 2^24) and by probability for top-p. From the second round on, an invocation reads a list of its own
+// of what is still possible.
 // The draw is Gumbel-max: the largest of logit / temperature + noise, the noise a function of seed, position and token id alone.
-// Workgroup memory: 32 * WORKGROUP + 1104.
+// Workgroup memory: 32 * WORKGROUP + 1096.
 // Options: WORKGROUP (at least 32), TOKENS_AT: word of the step buffer where token ids begin; parts: order, threefry.
 
 struct Params { vocab: u32, ring: u32, slots: u32 }
