@@ -39,7 +39,7 @@ def test_what_is_called_for_each_score_has_no_branches(path):
 
 # ---- the tool: what it counts
 
-HERE = Stack(os.environ.get("WGATTN_BACKEND") or "wgpu", "lavapipe", lambda: Driver({}), ("is a CPU",))
+HERE = Stack(os.environ.get("WGATTN_BACKEND") or "wgpu", "lavapipe", lambda: Driver({}), stacks.STACKS[0].lacks)
 """The stack of this run, whatever it is."""
 
 
