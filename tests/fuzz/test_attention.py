@@ -126,7 +126,7 @@ def test_any_call_is_the_reference(depth, device):
             np.testing.assert_array_equal(as_tensors[0].numpy(), out)
             np.testing.assert_array_equal(as_tensors[1].numpy(), lse)
 
-    explore(check, calls(depth == "quick"), st.booleans(), depth=depth, quick=25, thorough=800)
+    explore(check, calls(depth == "quick"), st.booleans(), depth=depth, quick=25, thorough=300)
 
 
 WRONG = st.one_of(

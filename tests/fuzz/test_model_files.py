@@ -407,6 +407,7 @@ def test_every_tensor_counts(tiny, device):
         ({"llama.attention.head_count": 4, "llama.attention.head_count_kv": 2}, FormatError, "rope.dimension_count is 16"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:overflow")
 def test_what_the_model_asks_for_and_cannot_have(tiny, device, changes, error, what):
     file = ModelFile(tiny)
     file.metadata = file.metadata | changes
