@@ -471,7 +471,6 @@ def test_prefill_in_chunks(device, rng, chunk):
     assert np.array_equal(pipe.cache.v(T), whole.cache.v(T))
 
 
-@pytest.mark.conformance(variant=["gpu_shape"])
 @pytest.mark.parametrize("variant", ["software", "gpu_shape"])
 def test_a_long_prompt_is_cut_into_short_submits(devices, rng, monkeypatch, variant):
     """ggml-org/llama.cpp issues 27306, 18523, 21724: a dispatch of seconds is ended by the driver. Here a device may do a million operations at a time."""
