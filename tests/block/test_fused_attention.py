@@ -15,7 +15,7 @@ from wgattn import ArgumentError, CapacityError, QuantizedTensor, Rope, ShapeErr
 from wgattn.attention.split import regimes
 from wgattn.block.attention_block import AttentionBlock, ChosenAttention, Geometry
 from wgattn.block.memory import attention_buffers
-from wgattn.gpu import Device, Recording, StepState, Tensor
+from wgattn.gpu import Device, DeviceProfile, Recording, StepState, Tensor
 
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 MODELS = {
@@ -464,6 +464,24 @@ def test_unfused_gives_the_same(rng):
     both = [layer.block(weights, fused=fused, capacity=80) for fused in (True, False)]
     assert_close(*(b.prefill(x, residual) for b in both), max_error=1e-5)
     assert_close(*(b.cache.k() for b in both), max_error=1e-5)
+
+
+def test_a_prompt_of_many_operations_is_several_submits(rng, monkeypatch):
+    """Here a device does 400,000 operations at a time. A step stays one submit. Outputs replace the queries in pieces as well."""
+    weights, x = SMALL.weights(rng), rows(rng, 60, SMALL.E)
+    whole, block = SMALL.block(weights, capacity=60), SMALL.block(weights, capacity=60)
+    expected = [whole.prefill(x[:59]), whole.decode(x[59:])]
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceProfile, "most_operations", 400_000)  # QKV: 2 * 60 * 128 * 48; attention: 2 * 60 * 4 * 60 * 32
+        calls = Calls(block.device, patch)
+        tensors = [block.device.tensor(a) for a in (x[:59], x[59:])]
+        got = []
+        for call, tensor in zip((block.prefill, block.decode), tensors, strict=True):
+            calls.clear()
+            got.append(call(tensor))
+            assert calls["submit"] >= 4 if call == block.prefill else calls["submit"] == 1
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b)
 
 
 # ---- what is refused

@@ -113,11 +113,12 @@ def test_no_scratch_is_made_elsewhere(device: Device, rng, monkeypatch):
     """Every buffer of a decoding block is one of its weights, its cache, its table, its input and output, or in the report."""
     layer = Attention(64, 4, 2, 16, rope=Rope(dim=16))
     weights = layer.weights(rng)
-    layer.block(weights)  # parameters of kernels are kept by the device
+    held = layer.block(weights)  # parameters of kernels are shared with it, as long as it lives
     made: list[int] = []
     make = Device.buffer
     monkeypatch.setattr(Device, "buffer", lambda self, n, *, uniform=False: (made.append(n), make(self, n, uniform=uniform))[1])
     wgattn.FusedAttention(weights, **layer.sizes, rope=layer.rope, capacity=40)
+    assert held.length == 0
     matrices = [4 * (64 + 32 + 32) * 64, 4 * 64 * 64]
     cache, table, vector, step = 4 * 2 * 40 * 16, 4 * 40 * 16, 4 * 64, 256 + 256 + 256
     assert sorted(made) == sorted([*matrices, cache, cache, table, vector, vector, vector, step])  # the vectors: norm, queries, output

@@ -50,7 +50,7 @@ class Matrices:
 
 def operations(problem: Problem, matrices: Matrices, planes: int, depth: int) -> float:
     """Multiplications and additions of a product that makes or takes a round's scores; 0 as in `Problem.operations`."""
-    return 0.0 if problem.lengths == "step" else 2.0 * planes * matrices.rows * matrices.columns * depth
+    return 0.0 if problem.queries == 1 else 2.0 * planes * matrices.rows * matrices.columns * depth
 
 
 def mask_share(problem: Problem, operands: Operands) -> int:

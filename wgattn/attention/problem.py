@@ -74,11 +74,11 @@ class Problem:
 
     @property
     def operations(self) -> float:
-        """Multiplications and additions of both products, at most: of a prompt as if all its queries saw what the last one sees.
+        """Multiplications and additions of both products, at most: of a prompt as if all its queries saw what the last one can see.
 
-        0 where a recorded step says how many keys there are: its tokens are never many.
+        0 for one query, which never takes long: a decode step stays one submit.
         """
-        if self.lengths == "step":
+        if self.queries == 1:
             return 0.0
         return 2.0 * self.rows * min(self.keys, self.left + self.right + 1) * (self.head_dim + self.value_dim)
 

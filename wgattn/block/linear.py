@@ -367,7 +367,8 @@ def record_linear(
             "first_row": first_row + piece.first_row,
             "eps": eps,
         }
-        recording.add(kernel, shape.groups(piece.rows, tokens, device.profile.max_workgroups), buffers, params, label)
+        operations = 2.0 * tokens * piece.rows * matrix.columns if tokens > 1 else 0.0  # a decode step is one submit
+        recording.add(kernel, shape.groups(piece.rows, tokens, device.profile.max_workgroups), buffers, params, label, operations)
 
 
 def _record_half(
