@@ -213,14 +213,20 @@ def test_caches_of_every_sort(device: Device, rng):
         "f32": case.cache(device, 4),
         "f16": case.cache(device, 4, np.float16),
         "KVCache": KVCache(device, 2, 16, 4),
+        "q8_0": KVCache(device, 2, 16, 4, "q8_0"),
+        "q4_0": KVCache(device, 2, 16, 4, "q4_0"),
         "with a batch": tuple(t.reshape(1, 2, 4, 16) for t in case.cache(device, 4)),
     }
     for name, cache in caches.items():
         y = block.attention_prefill(case.widen(x), start_position=0, rope=rope, cache=cache, **case.padded, **case.sizes)
-        assert nmse(y[:, : case.E], expected) < (1e-5 if name == "f16" else 1e-11), name
-        k, v = (cache.keys, cache.values) if isinstance(cache, KVCache) else cache
-        for held, wanted in ((k, keys), (v, values)):
-            assert nmse(held.numpy().reshape(2, 4, 16)[:, :3], wanted) < (1e-5 if name == "f16" else 1e-11), name
+        limit = {"f16": 1e-5, "q8_0": 1e-4, "q4_0": 2.5e-2}.get(name, 1e-11)
+        assert nmse(y[:, : case.E], expected) < limit, name
+        held = (cache.k(3), cache.v(3)) if isinstance(cache, KVCache) else (t.numpy().astype(np.float32).reshape(2, 4, 16)[:, :3] for t in cache)
+        for rows_held, wanted in zip(held, (keys, values), strict=True):
+            assert nmse(rows_held, wanted) < limit, name
+        if isinstance(cache, KVCache):  # and a step behind it
+            step = block.attention_decode(case.widen(x[2:]), position=2, rope=rope, cache=cache, **case.padded, **case.sizes)
+            assert nmse(step[:, : case.E], y[2:, : case.E]) < 1e-9 + (limit if name in ("q8_0", "q4_0") else 0), name
 
 
 # ---- the workspace

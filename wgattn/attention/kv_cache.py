@@ -69,6 +69,11 @@ class KVCache:
         return self.format.stride(self.head_dim)
 
     @property
+    def aligned_dim(self) -> int:
+        """Channels of a row, padded to a multiple of 4."""
+        return -(-self.head_dim // 4) * 4
+
+    @property
     def scales(self) -> int:
         """Word of `keys` and `values` at which the scales begin; 0 where there are none."""
         planes = self.format.planes(self.batch * self.num_kv_heads * self.room, self.head_dim)

@@ -113,7 +113,7 @@ def attention_decode_workspace(*args: Any, q_output_workspace: Array, kv_workspa
     cache = kwargs.get("cache", args[6] if len(args) > 6 else None)
     store = _cache(cache)
     for name, workspace, heads in (("q_output_workspace", q_output_workspace, "num_heads"), ("kv_workspace", kv_workspace, "num_kv_heads")):
-        need = 2 * 4 * kwargs[heads] * store.stride
+        need = 2 * 4 * kwargs[heads] * store.aligned_dim
         if workspace is None:
             raise ArgumentError(f"{name} is None; it must have at least {need} bytes.")
         if not hasattr(workspace, "nbytes"):
@@ -186,7 +186,7 @@ def attention_prefill_q8_0(
     if not isinstance(wo, QuantizedTensor) or wo.kind != "Q8_0":
         raise Unsupported(f"attention_prefill_q8_0 takes wo as a QuantizedTensor in Q8_0, not {getattr(wo, 'kind', type(wo).__name__)}.")
     x = floating_array("x", x)
-    stride, columns = _cache(cache).stride, wo.shape[0]
+    stride, columns = _cache(cache).aligned_dim, wo.shape[0]
     if stride % 32 or columns % 32:
         raise Unsupported(f"attention_prefill_q8_0 needs AD and AE to be multiples of 32; they are {stride} and {columns}.")
     weights = {"norm": norm, "wq": wq, "wk": wk, "wv": wv, "wo": wo, "bq": bq, "bk": bk, "bv": bv, "bo": bo}
@@ -219,7 +219,7 @@ class _Attention:
         self.E = _within("embed_dim", embed_dim, AE)
         self.rope = TableRope(*rope) if isinstance(rope, tuple) else rope
         Geometry(num_heads, num_kv_heads, head_dim if self.rope else 4 * math.ceil(head_dim / 4), float(eps)).check(self.rope)
-        AD = self.cache.stride
+        AD = self.cache.aligned_dim
         if self.cache.batch != 1 or self.cache.num_kv_heads != num_kv_heads or head_dim > AD:
             shape = self.cache.keys.shape
             raise ShapeError(f"The cache has shape {shape}; it must hold one sequence of {num_kv_heads} heads with at least {head_dim} channels.")
