@@ -31,7 +31,8 @@ class KVCache:
         nbytes = math.prod(shape) * self.format.dtype.itemsize
         limit = min(device.profile.max_binding, device.profile.max_buffer)
         if nbytes > limit:
-            fits = limit * capacity // nbytes
+            together = self.format.room(1)
+            fits = limit // (batch * num_kv_heads * self.format.row_bytes(head_dim)) // together * together
             raise CapacityError(f"A {self.dtype} cache of {capacity} positions takes {nbytes} bytes a layer; {device.name} can bind {limit}: {fits} positions.")
         self.keys = (arena or device).empty(shape, self.format.dtype)
         self.values = (arena or device).empty(shape, self.format.dtype)
