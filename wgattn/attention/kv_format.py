@@ -73,10 +73,10 @@ class KVFormat:
         parts = np.split(data.reshape(-1).view(np.uint8), [rows * blocks * BLOCK * self.bits // 8])
         codes, scales = (part.reshape(heads, rows // heads, -1)[:, :length] for part in parts)
         if self.bits == 4:
-            codes = (codes.reshape(heads, length, -1, 1, 4) >> np.array([[0], [4]], np.uint8)) & 15
+            codes = (codes.reshape(heads, length, blocks * BLOCK // 8, 1, 4) >> np.array([[0], [4]], np.uint8)) & 15
         factors = np.ascontiguousarray(scales).view(np.float16)[..., :blocks, None].astype(np.float32)
         values = (np.ascontiguousarray(codes).view(np.int8).reshape(heads, length, blocks, BLOCK) - np.int8(self.zero)) * factors
-        return values.reshape(heads, length, -1)[..., :head_dim]
+        return values.reshape(heads, length, blocks * BLOCK)[..., :head_dim]
 
     # ---- the shader parts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -215,10 +216,10 @@ class AttentionPipeline:
     def keep(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Keep only these positions, (begin, length) each, ascending and apart; they move together. What is kept stays rotated as it was.
 
-        ArgumentError for ranges that overlap, descend or reach beyond the sequence.
+        ArgumentError for ranges that overlap, descend or reach beyond the sequence; TypeError for what is no whole number.
         """
         end, moves, place = 0, [], 0
-        for begin, count in ranges:
+        for begin, count in ((operator.index(begin), operator.index(count)) for begin, count in ranges):
             if begin < end or count < 0 or begin + count > self.length:
                 raise ArgumentError(f"Range {(begin, count)} must begin at {end} or later and end within the {self.length} positions.")
             if begin != place and count:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -209,7 +210,8 @@ class Llama:
     def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
         """Append tokens to the sequence; (vocab,) float32 logits of the last one.
 
-        Raises ArgumentError for no tokens or one outside the vocabulary, CapacityError when they do not fit; the sequence is then as before.
+        Raises ArgumentError for no tokens or one outside the vocabulary, TypeError for what is no whole number, CapacityError when they do not fit;
+        the sequence is then as before.
         """
         token_ids = self._checked(token_ids)
         self._feed(token_ids)
@@ -306,7 +308,7 @@ class Llama:
         yield from self._loop.run(self._head, length, min(count, self.capacity - length + 1), done, options)
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
-        ids = [int(t) for t in token_ids]
+        ids = [operator.index(t) for t in token_ids]
         if not ids:
             raise ArgumentError("There are no tokens to append; give at least one.")
         vocab = self.config.vocab_size
