@@ -123,6 +123,28 @@ def test_other_threads_hold_nothing_back(device):
     assert seen == [signal.default_int_handler]
 
 
+def test_other_threads_do_not_take_what_is_held(device):
+    """The interrupt is the main thread's, even when another one asks for interrupts first."""
+    raised = []
+
+    def work() -> None:
+        try:
+            let_interrupt_in()
+        except BaseException as error:
+            raised.append(error)
+
+    def hold() -> None:
+        with device.guard("work"):
+            press()
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+
+    with pytest.raises(KeyboardInterrupt):
+        hold()
+    assert raised == []
+
+
 def test_an_error_and_an_interrupt_together(device):
     """The interrupt is not lost, and the error is behind it."""
 

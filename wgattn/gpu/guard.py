@@ -55,8 +55,10 @@ def _keep(number: int, frame: FrameType | None) -> None:
 
 
 def let_interrupt_in() -> None:
-    """Handle a Ctrl-C that was held back until now, if there is one: for places where stopping is safe."""
+    """Handle a Ctrl-C that was held back until now, if there is one: for places where stopping is safe. Does nothing in other threads than the main one."""
     global _kept
+    if threading.current_thread() is not threading.main_thread():
+        return
     kept, _kept = _kept, None
     if kept is not None:
         _handler(*kept)
