@@ -44,7 +44,7 @@ def converted(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
         limits, lowest, highest = np.iinfo(dtype), int(array.min()), int(array.max())
         if lowest < limits.min or highest > limits.max:
             raise ArgumentError(f"Integers from {lowest} to {highest} do not fit {dtype}.")
-    with np.errstate(over="ignore"):  # too large for f16: infinite
+    with np.errstate(over="ignore", invalid="ignore"):  # too large for f16: infinite; NaN stays NaN
         return array.astype(dtype, copy=False)
 
 
