@@ -151,6 +151,10 @@ device = Device()
 pipe = make(device)
 buffer = type(pipe._readback._staging._buffer)
 promise = type(pipe._readback._staging._buffer.map_async("READ_NOSYNC"))
+def always(self):  # wgpu-py waits only for what is not there yet, and on a busy machine the copy may be
+    self._sync_wait()
+    return self._resolve()
+promise.sync_wait = always
 for kind, name in ((buffer, "map_async"), (promise, "sync_wait"), (promise, "_sync_wait"), (buffer, "read_mapped"), (buffer, "unmap")):
     for before in (True, False):
         original = getattr(kind, name)
