@@ -96,6 +96,14 @@ def device() -> Device:
     return found
 
 
+@pytest.fixture(scope="session")
+def units() -> Device:
+    """A device with matrix units: Dawn on a GPU that has them."""
+    found = Device(backend="dawn")
+    assert found.profile.matrix_units, f"{found} has no matrix units"
+    return found
+
+
 class WideProfile(DeviceProfile):
     """Teams of many lanes where subgroups are too small for them: through workgroup memory."""
 

@@ -263,14 +263,6 @@ def test_matrix_units_agree_with_the_reference(rng, units: Device, case: Case):
     check(units, "flash_matrix", case, Inputs.of(case, rng))
 
 
-@pytest.fixture(scope="module")
-def units() -> Device:
-    """A device with matrix units: Dawn on a GPU that has them."""
-    found = Device(backend="dawn")
-    assert found.profile.matrix_units, f"{found} has no matrix units"
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("D", DIMS)
 @pytest.mark.parametrize("path", PORTABLE_PATHS)

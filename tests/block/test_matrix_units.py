@@ -9,7 +9,7 @@ from tests.block.test_linear import random_matrix
 from tests.helpers import nmse, poison, split_canary, with_canary
 from wgattn import FusedMLP, reference
 from wgattn.block.arithmetic import resolve
-from wgattn.block.linear import Matrix, MatrixShape, choose_linear, half_fits, pad_vector, padded, record_linear
+from wgattn.block.linear import Matrix, MatrixShape, _record_half, choose_linear, half_fits, pad_vector, padded, record_linear
 from wgattn.block.quant import FORMATS
 from wgattn.gpu import Device, DeviceProfile, Recording, StepState
 from wgattn.gpu.shader import assemble
@@ -78,8 +78,6 @@ def test_activations_as_f16(devices, rng, norm):
 
 
 def recorded_half(device: Device, x: np.ndarray, count: int, columns: int, gamma: np.ndarray | None):
-    from wgattn.block.linear import _record_half
-
     recording, state = Recording(device), StepState(device, len(x))
     state.write(0, [0] * count)
     stride = -(-columns // 64) * 64
@@ -89,9 +87,8 @@ def recorded_half(device: Device, x: np.ndarray, count: int, columns: int, gamma
     return left["x"], left["x_scale"], recording
 
 
-def test_half_is_exact_where_there_are_no_units(device: Device, rng):
-    if device.profile.matrix_units:
-        device.profile = replace(device.profile, matrix_units=())
+def test_half_is_exact_where_there_are_no_units(device: Device, rng, monkeypatch):
+    monkeypatch.setattr(device, "profile", replace(device.profile, matrix_units=()))
     matrix = Matrix(device, random_matrix(rng, 8, 64, "Q4_0"))
     assert resolve(device, matrix, 300, "half") == "exact"
     weights = {"norm": np.ones(32, np.float32)} | {n: rng.standard_normal((32, 32)).astype(np.float32) for n in ("gate", "up", "down")}
@@ -100,16 +97,7 @@ def test_half_is_exact_where_there_are_no_units(device: Device, rng):
     np.testing.assert_array_equal(exact, half)
 
 
-@pytest.fixture(scope="module")
-def units() -> Device:
-    """A device with matrix units: Dawn on a GPU that has them."""
-    found = Device(backend="dawn")
-    assert found.profile.matrix_units, f"{found} has no matrix units"
-    return found
-
-
 @pytest.mark.gpu
-@pytest.mark.conformance
 @pytest.mark.parametrize("kind", FORMATS)
 def test_results_on_matrix_units(units: Device, rng, kind):
     """Every format, tile and output, ragged in rows, columns and tokens, against float64; the output's other words stay."""
