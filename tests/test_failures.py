@@ -9,9 +9,10 @@ import pytest
 
 import wgattn
 from tests import child
-from tests.attention.test_pipeline import History, live_objects
+from tests.attention.test_pipeline import History
 from tests.faults import Faults
 from tests.llm.make_gguf import write_llama_gguf
+from tests.watch import live_objects
 from wgattn import AttentionPipeline, CapacityError, Device, DeviceError, FusedAttention, FusedMLP, Llama, Rope
 from wgattn.gpu import Arena, Readback
 from wgattn.gpu import device as device_module

@@ -1,6 +1,5 @@
 """Many steps, and large positions: memory and objects stay, results do not drift, and what is too far is refused."""
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +7,10 @@ import numpy as np
 import pytest
 
 import wgattn
-from tests.attention.test_pipeline import live_objects
 from tests.helpers import assert_close
 from tests.llm.make_gguf import write_llama_gguf
+from tests.watch import Held
 from wgattn import ArgumentError, AttentionPipeline, CapacityError, FusedAttention, Llama, Rope, reference
-from wgattn.gpu import Device
 
 TINY = {"layers": 1, "dim": 32, "heads": 2, "kv_heads": 1, "ffn": 64, "vocab": 262}
 long_and_short = pytest.mark.parametrize("steps", [1500, pytest.param(100_000, marks=pytest.mark.slow)])
@@ -25,26 +23,6 @@ def tiny(tmp_path_factory) -> tuple[Path, dict[str, np.ndarray]]:
 
 
 KERNELS = ("total", "ComputePipeline", "BindGroupLayout", "PipelineLayout", "ShaderModule")
-
-
-class Held:
-    """What the process holds; compared with what it held before."""
-
-    def __init__(self, device: Device):
-        self._device = device
-        self.objects, self.resident = self._look()
-
-    def _look(self) -> tuple[dict[str, int], int]:
-        gc.collect()
-        self._device.wait()
-        gc.collect()
-        statm = Path("/proc/self/statm")
-        return live_objects(), int(statm.read_text().split()[1]) * 4096 if statm.exists() else 0
-
-    def check(self, more_bytes: int = 16 << 20, without: tuple[str, ...] = ()) -> None:
-        objects, resident = self._look()
-        assert {k: n for k, n in objects.items() if k not in without} == {k: n for k, n in self.objects.items() if k not in without}
-        assert resident - self.resident < more_bytes, f"resident memory grew by {(resident - self.resident) >> 10} KiB"
 
 
 # ---- many steps

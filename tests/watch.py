@@ -1,19 +1,23 @@
-"""Watching what calls do to a device: what they make and submit, and whether they write beyond what is theirs."""
+"""Watching what calls do to a device: what they make and submit, what they leave behind, and whether they write beyond what is theirs."""
 
+import gc
 import math
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import wgattn
 from tests.helpers import assert_untouched, poison
 from wgattn.gpu import Device, Readback, Tensor
 from wgattn.gpu.tensor import dtype_of
 
 ROOM = 64
 """Poisoned elements behind every guarded tensor."""
-_DOING = ("submit", "write_buffer", "read_buffer")
+_DOING = ("submit", "write_buffer", "write_texture", "read_buffer")
 
 
 class Calls(Counter):
@@ -37,6 +41,41 @@ class Calls(Counter):
     def made(self) -> dict[str, int]:
         """Objects made; command encoders do not count, every submit has one."""
         return {name: n for name, n in self.items() if name.startswith("create_") and name != "create_command_encoder"}
+
+    def check_step(self, step: Callable, *args: Any, **case: Any) -> None:
+        """A call of a decode step makes no object, writes once, submits once and reads no buffer by a submit of its own."""
+        self.clear()
+        step(*args)
+        assert self.made == {}, case
+        assert (self["submit"], self["write_buffer"], self["read_buffer"]) == (1, 1, 0), case
+
+
+def live_objects() -> dict[str, int]:
+    """Objects of the backend that the process holds, by their kind."""
+    gc.collect()
+    diagnostics = wgattn.default_device().api.diagnostics
+    counts = getattr(diagnostics, "wgpu_native_counts", diagnostics.object_counts)
+    return {name: entry["count"] for name, entry in counts.get_dict().items()}
+
+
+class Held:
+    """What the process holds; compared with what it held before."""
+
+    def __init__(self, device: Device):
+        self._device = device
+        self.objects, self.resident = self._look()
+
+    def _look(self) -> tuple[dict[str, int], int]:
+        gc.collect()
+        self._device.wait()
+        gc.collect()
+        statm = Path("/proc/self/statm")
+        return live_objects(), int(statm.read_text().split()[1]) * 4096 if statm.exists() else 0
+
+    def check(self, more_bytes: int = 16 << 20, without: tuple[str, ...] = ()) -> None:
+        objects, resident = self._look()
+        assert {k: n for k, n in objects.items() if k not in without} == {k: n for k, n in self.objects.items() if k not in without}
+        assert resident - self.resident < more_bytes, f"resident memory grew by {(resident - self.resident) >> 10} KiB"
 
 
 class Guard:

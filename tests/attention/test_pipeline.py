@@ -1,6 +1,5 @@
 """AttentionPipeline: a growing history, recorded steps, and a state that only successful calls change."""
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 
 import wgattn
 from tests.helpers import assert_close, poison
-from tests.watch import Calls, Guard, forbid_reading
+from tests.watch import Calls, Guard, forbid_reading, live_objects
 from wgattn import AttentionPipeline, reference
 from wgattn.attention.paths import PORTABLE_PATHS
 from wgattn.errors import ArgumentError, CapacityError, ShapeError, Unsupported
@@ -385,19 +384,7 @@ def test_a_decode_step_makes_nothing_and_submits_once(device, rng, monkeypatch, 
         steps = [[device.tensor(a) for a in step] for step in steps]
     calls = Calls(device, monkeypatch)
     for step in steps:
-        calls.clear()
-        pipe.decode(*step)
-        assert calls.made == {}
-        assert calls["submit"] == 1
-        assert calls["write_buffer"] == 1
-        assert calls["read_buffer"] == 0
-
-
-def live_objects() -> dict[str, int]:
-    gc.collect()
-    diagnostics = wgattn.default_device().api.diagnostics
-    counts = getattr(diagnostics, "wgpu_native_counts", diagnostics.object_counts)
-    return {name: entry["count"] for name, entry in counts.get_dict().items()}
+        calls.check_step(pipe.decode, *step)
 
 
 def test_ten_thousand_steps_leave_no_objects_behind(device, rng):

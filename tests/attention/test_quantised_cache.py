@@ -405,10 +405,7 @@ def test_a_decode_step_makes_nothing_writes_once_and_submits_once(device: Device
         steps = [[device.tensor(a) for a in step] for step in steps]
     calls = Calls(device, monkeypatch)
     for step in steps:
-        calls.clear()
-        pipe.decode(*step)
-        assert calls.made == {}
-        assert (calls["submit"], calls["write_buffer"], calls["read_buffer"]) == (1, 1, 0)
+        calls.check_step(pipe.decode, *step)
 
 
 @every_kind

@@ -252,10 +252,7 @@ def test_steps_over_a_quantised_cache_take_three_dispatches_and_make_nothing(rng
         with monkeypatch.context() as patch:
             calls = Calls(block.device, patch)
             for array in (block.device.tensor(x), x):
-                calls.clear()
-                block.decode(array, array)
-                assert calls.made == {}
-                assert (calls["submit"], calls["write_buffer"], calls["read_buffer"]) == (1, 1, 0)
+                calls.check_step(block.decode, array, array)
 
 
 # ---- pieces, and where a sequence continues
@@ -406,10 +403,7 @@ def test_a_decode_step_makes_nothing_writes_once_and_submits_once(rng, monkeypat
         calls = Calls(block.device, patch)
         for position in range(3):
             for array in given:
-                calls.clear()
-                block.decode(array, array)
-                assert calls.made == {}, position
-                assert (calls["submit"], calls["write_buffer"], calls["read_buffer"]) == (1, 1, 0), position
+                calls.check_step(block.decode, array, array, position=position)
 
 
 def test_dispatches_fused_and_unfused(device: Device, devices, rng):

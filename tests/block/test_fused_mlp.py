@@ -118,10 +118,7 @@ def test_a_call_of_one_token_makes_nothing(device: Device, rng, monkeypatch):
     with monkeypatch.context() as patch:
         calls = Calls(device, patch)
         for given in (x, tensor, x):
-            calls.clear()
-            mlp(given)
-            assert calls.made == {}
-            assert (calls["submit"], calls["write_buffer"], calls["read_buffer"]) == (1, 1, 0)
+            calls.check_step(mlp, given)
 
 
 def test_dispatches(rng):

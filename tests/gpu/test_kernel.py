@@ -1,7 +1,6 @@
 """Binding by name, packing of parameters, limits, compile errors; recordings and the step state."""
 
 import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import assert_untouched, poison
+from tests.watch import Calls
 from wgattn.errors import ArgumentError, CapacityError, DeviceError, Unsupported
 from wgattn.gpu import Device, Readback, Recording, Slice, StepState, Tensor, grid
 
@@ -45,33 +45,10 @@ def device_here(write_shader, device: Device) -> Callable[..., Device]:
     return make
 
 
-class Counts(Counter):
-    """How often the backend was asked to make or do something."""
-
-    @property
-    def made(self) -> dict[str, int]:
-        return {name: n for name, n in self.items() if name.startswith("create_")}
-
-
 @pytest.fixture
-def calls(device: Device, monkeypatch: pytest.MonkeyPatch) -> Counts:
+def calls(device: Device, monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Counts calls of the backend's device and queue from here on."""
-    counts = Counts()
-
-    def watch(kind: type, name: str) -> None:
-        original = getattr(kind, name)
-
-        def counting(self: object, *args: object, **kwargs: object) -> object:
-            counts[name] += 1
-            return original(self, *args, **kwargs)
-
-        monkeypatch.setattr(kind, name, counting)
-
-    for kind in (type(device.gpu), type(device.gpu.queue)):
-        for name in dir(kind):
-            if name.startswith("create_") or name in ("submit", "write_buffer", "write_texture", "read_buffer"):
-                watch(kind, name)
-    return counts
+    return Calls(device, monkeypatch)
 
 
 def scaled(device: Device, x: Tensor, y: object, **params: float) -> Recording:

@@ -1,6 +1,5 @@
 """The model: golden numbers of the demo model, agreement with the reference on random models, and what a step may and may not do."""
 
-import gc
 import json
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.llm.make_gguf import write_llama_gguf
+from tests.watch import Calls, Held
 from wgattn import ArgumentError, CapacityError, Device, DeviceError, FormatError, ModelNotFound, Unsupported, reference
 from wgattn.llm.gguf import ModelFile
 from wgattn.llm.llama import Llama, LlamaConfig
@@ -204,41 +204,24 @@ def test_a_decode_step_makes_nothing_and_submits_once(small, monkeypatch):
     model = Llama.from_gguf(small[0], capacity=300)
     model.prefill([1, 2, 3])
     model.decode(4)
-    calls = []
-    native = type(model.device.gpu), type(model.device.gpu.queue)
-    for owner in native:
-        for name in dir(owner):
-            if (name.startswith("create_") and name != "create_command_encoder") or name == "submit":
-                original = getattr(owner, name)
-                monkeypatch.setattr(owner, name, lambda self, *a, _f=original, _n=name, **k: (calls.append(_n), _f(self, *a, **k))[1])
+    calls = Calls(model.device, monkeypatch)
     for token in range(5, 8):
-        calls.clear()
-        model.decode(token)
-        assert calls == ["submit"]
+        calls.check_step(model.decode, token)
 
 
 def test_two_thousand_steps_leave_objects_and_memory_where_they_were(small):
     model = Llama.from_gguf(small[0], capacity=2200)
 
-    def state():
-        gc.collect()
-        diagnostics = model.device.api.diagnostics
-        counts = diagnostics.object_counts.get_dict()
-        if hasattr(diagnostics, "wgpu_native_counts"):
-            counts |= {f"native {name}": entry["count"] for name, entry in diagnostics.wgpu_native_counts.get_dict().items()}
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 if Path("/proc/self/statm").exists() else 0
-        return counts, resident
-
+    counts = model.device.api.diagnostics.object_counts  # with the bytes of buffers
     model.prefill([1])
     for token in range(150):
         model.decode(token)
-    counts, resident = state()
+    held, before = Held(model.device), counts.get_dict()
     for step in range(2000):
         model.decode(step % 300)
-    after, grown = state()
     assert model.length == 2151
-    assert after == counts
-    assert grown - resident < 16 << 20, f"resident memory grew by {(grown - resident) >> 10} KiB"
+    held.check()
+    assert counts.get_dict() == before
 
 
 def test_generate_stops_where_it_should(small):

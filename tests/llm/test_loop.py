@@ -5,6 +5,7 @@ import pytest
 
 from tests.helpers import dirty_workgroup_memory, poison
 from tests.llm.make_gguf import write_llama_gguf
+from tests.watch import Calls
 from wgattn import ArgumentError, DeviceError, reference
 from wgattn.gpu import StepState, Tensor
 from wgattn.llm import loop
@@ -363,18 +364,13 @@ def test_blocks_of_any_size_give_the_same(model, monkeypatch, options):
 def test_nothing_is_made_or_written_for_a_token(model, monkeypatch, options):
     """Writes of a call: the prompt's step, and its options. No buffer, bind group or pipeline, and fewer submits than tokens."""
     generated(model, [1, 2], 60, **options)
-    calls = []
-    for owner in (type(model.device.gpu), type(model.device.gpu.queue)):
-        for name in dir(owner):
-            if (name.startswith("create_") and name != "create_command_encoder") or name in ("submit", "write_buffer"):
-                original = getattr(owner, name)
-                monkeypatch.setattr(owner, name, lambda self, *a, _f=original, _n=name, **k: (calls.append(_n), _f(self, *a, **k))[1])
+    calls = Calls(model.device, monkeypatch)
     model._loop._block = 16
     monkeypatch.setattr(loop, "_BLOCK_SECONDS", 0.0)
     generated(model, [1, 2], 60, **options)
-    assert calls.count("write_buffer") == (1 if options else 2)
-    assert calls.count("submit") == 1 + 1 + 4  # the prompt, the first token, 59 more in blocks of 16
-    assert set(calls) == {"write_buffer", "submit"}
+    assert calls["write_buffer"] == (1 if options else 2)
+    assert calls["submit"] == 1 + 1 + 4  # the prompt, the first token, 59 more in blocks of 16
+    assert set(calls) == {"write_buffer", "submit", "create_command_encoder"}
 
 
 def test_sampling_stops_is_left_and_taken_up(model):
