@@ -15,6 +15,11 @@ fn team_add4(value: vec4<f32>) -> vec4<f32> {
   return sum;
 }
 fn team_add(value: f32) -> f32 { return team_add4(vec4<f32>(value, 0.0, 0.0, 0.0)).x; }
+fn team_max4(value: vec4<f32>) -> vec4<f32> {
+  var highest = value;
+  for (var distance = 1u; distance < LANES; distance <<= 1u) { highest = max(highest, team_other(highest, distance)); }
+  return highest;
+}
 fn team_max(value: f32) -> f32 {
   var highest = value;
   for (var distance = 1u; distance < LANES; distance <<= 1u) { highest = max(highest, team_other(vec4<f32>(highest), distance).x); }

@@ -1,4 +1,4 @@
-"""Path "flash": attention of many queries without a buffer of scores, `attention/flash.wgsl`; on a CPU `attention/flash_lane.wgsl`."""
+"""Path "flash": attention of many queries without a buffer of scores, `attention/flash_tile.wgsl`; on a CPU `attention/flash_lane.wgsl`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,40 @@ class FlashShape:
     workgroup: int
 
 
+@dataclass(frozen=True)
+class FlashTileShape:
+    """`attention/flash_tile.wgsl`: `lanes` invocations share a row. Each computes 4 * row_quads rows, of a tile's scores 4 * key_quads columns, and
+    of the outputs every `lanes`-th vec4. `slice` vec4s of the rows of queries and keys are in workgroup memory at a time, or 4 * slice values."""
+
+    lanes: int
+    row_quads: int
+    key_quads: int
+    slice: int
+    workgroup: int
+
+    @property
+    def down(self) -> int:
+        """Invocations that share a column."""
+        return self.workgroup // self.lanes
+
+    @property
+    def tile_rows(self) -> int:
+        return 4 * self.row_quads * self.down
+
+    def value_quads(self, problem: Problem) -> int:
+        return math.ceil(problem.value_width / self.lanes)
+
+    def workgroup_bytes(self, profile: DeviceProfile, problem: Problem) -> int:
+        """Slices of queries, and of keys or values; probabilities; what the team part has."""
+        values = max(self.key_quads, self.value_quads(problem)) * self.slice * self.lanes
+        team = {"team_workgroup": self.workgroup, "team_subgroups": self.workgroup // max(1, profile.subgroup_size)}
+        own = 64 * (self.row_quads * self.slice * self.down + values + self.row_quads * self.key_quads * self.workgroup)
+        return own + 16 * team.get(profile.team_part(self.lanes), 0)
+
+    def fits(self, profile: DeviceProfile, problem: Problem) -> bool:
+        return self.workgroup <= profile.max_invocations and self.workgroup_bytes(profile, problem) <= profile.workgroup_memory
+
+
 def choose_flash(profile: DeviceProfile, problem: Problem) -> FlashShape:
     """The shape for a problem on a device; pure."""
     if profile.software:
@@ -36,8 +70,10 @@ def choose_flash(profile: DeviceProfile, problem: Problem) -> FlashShape:
     return FlashShape(lanes, rows, 2, max(lanes, min(64, profile.max_invocations)))
 
 
-def record(recording: Recording, problem: Problem, operands: Operands, shape: FlashShape) -> None:
+def record(recording: Recording, problem: Problem, operands: Operands, shape: FlashShape | FlashTileShape) -> None:
     """Append the path's one dispatch."""
+    if isinstance(shape, FlashTileShape):
+        return _record_tiles(recording, problem, operands, shape)
     profile = recording.device.profile
     kernel = recording.device.kernel(
         "attention/flash_lane" if shape.lanes == 1 else "attention/flash",
@@ -59,4 +95,33 @@ def record(recording: Recording, problem: Problem, operands: Operands, shape: Fl
     groups = -(-problem.queries * problem.ratio // (teams * shape.rows))
     for first, number, operations in common.pieces(recording.device.profile, groups, problem.operations):
         sizes = (number, problem.num_kv_heads, problem.batch)
+        common.add(recording, kernel, sizes, problem, operands, label="attention", operations=operations, first_group=first)
+
+
+def _record_tiles(recording: Recording, problem: Problem, operands: Operands, shape: FlashTileShape) -> None:
+    profile, values = recording.device.profile, shape.value_quads(problem)
+    kernel = recording.device.kernel(
+        "attention/flash_tile",
+        *common.base_parts(problem),
+        *(common.rows_part(problem, name) for name in ("query", "keys", "values")),
+        *common.score_parts(problem),
+        "attention/parts/flash_rows",
+        profile.team_part(shape.lanes),
+        *common.finish_parts(problem),
+        **common.options(problem),
+        LANES=shape.lanes,
+        ROW_QUADS=shape.row_quads,
+        KEY_QUADS=shape.key_quads,
+        VALUE_QUADS=values,
+        SLICE=shape.slice,
+        Q_LOADS=math.ceil(shape.row_quads * shape.slice / shape.lanes),
+        K_LOADS=math.ceil(shape.key_quads * shape.slice / shape.down),
+        V_LOADS=math.ceil(4 * values * shape.slice / shape.down),
+        PLAIN=problem.plain,
+        WORKGROUP=shape.workgroup,
+        SUBGROUP=profile.subgroup_size,
+    )
+    groups = -(-problem.queries * problem.ratio // shape.tile_rows)
+    for first, number, operations in common.pieces(profile, groups, problem.operations):
+        sizes = (problem.num_kv_heads, number, problem.batch)
         common.add(recording, kernel, sizes, problem, operands, label="attention", operations=operations, first_group=first)
