@@ -566,6 +566,8 @@ def test_a_call_that_is_refused_changes_nothing(device, devices, rng, monkeypatc
         (ArgumentError, (4, 2, 0), {}),
         (ArgumentError, (4, -2, 8), {}),
         (ArgumentError, (4, 2, 8.5), {}),
+        (ArgumentError, (4, 2, float("nan")), {}),
+        (ArgumentError, (4, 2, 8), {"capacity": float("inf")}),
         (ArgumentError, (4, 2, 8), {"batch": 0}),
         (ArgumentError, (4, 2, 8), {"capacity": 0}),
         (ArgumentError, (4, 2, 8), {"growth": -1}),

@@ -54,6 +54,25 @@ def finite(name: str, number: float) -> float:
     return value
 
 
+def whole(name: str, number: int, least: int = 1) -> int:
+    """The number, or ArgumentError when it is not whole, or below `least`."""
+    try:
+        found = int(number)
+    except (ValueError, OverflowError):  # NaN, infinities
+        found = None
+    if found is None or found != number or found < least:
+        raise ArgumentError(f"{name} is {number}; it must be a whole number of at least {least}.")
+    return found
+
+
+def checked_eps(eps: float) -> float:
+    """What a norm adds to the mean square, or ArgumentError when it is negative or not finite."""
+    eps = finite("eps", eps)
+    if eps < 0:
+        raise ArgumentError(f"eps is {eps}; it must be finite and not negative.")
+    return eps
+
+
 def checked_flag(name: str, value: bool) -> bool:
     """Whether the value is true, or TypeError when that cannot be said."""
     try:

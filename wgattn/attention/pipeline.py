@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import ArgumentError, CapacityError, ShapeError
 from ..gpu import Device, Readback, Recording, StepInput, StepState, Tensor, default_device, in_turn
 from . import split
-from .arguments import FLOATS, checked_mask, checked_softcap, checked_window, finite, floating, mask_first, mask_kind, mask_strides, storable
+from .arguments import FLOATS, checked_mask, checked_softcap, checked_window, finite, floating, mask_first, mask_kind, mask_strides, storable, whole
 from .choose import choose
 from .functional import record_pack
 from .kv_cache import KVCache
@@ -57,17 +57,8 @@ class AttentionPipeline:
         path: str = "auto",
         device: Device | None = None,
     ):
-        for name, number, least in (
-            ("num_heads", num_heads, 1),
-            ("num_kv_heads", num_kv_heads, 1),
-            ("head_dim", head_dim, 1),
-            ("batch", batch, 1),
-            ("capacity", capacity, 1),
-            ("growth", growth, 0),
-        ):
-            if int(number) != number or number < least:
-                raise ArgumentError(f"{name} is {number}; it must be a whole number of at least {least}.")
-        num_heads, num_kv_heads, head_dim, batch, capacity, growth = (int(n) for n in (num_heads, num_kv_heads, head_dim, batch, capacity, growth))
+        num_heads, num_kv_heads, head_dim = whole("num_heads", num_heads), whole("num_kv_heads", num_kv_heads), whole("head_dim", head_dim)
+        batch, capacity, growth = whole("batch", batch), whole("capacity", capacity), whole("growth", growth, 0)
         if num_heads % num_kv_heads:
             raise ShapeError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads: it does not divide.")
         self.device = device or default_device()

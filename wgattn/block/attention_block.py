@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..attention.arguments import checked_eps, whole
 from ..attention.choose import choose
 from ..attention.kv_cache import KVCache
 from ..attention.paths import PATHS
@@ -39,11 +40,8 @@ class Geometry:
     def check(self, rope: Rope | None) -> None:
         """Raises ArgumentError, ShapeError for numbers that cannot be, Unsupported for those that our kernels do not take."""
         for name in ("num_heads", "num_kv_heads", "head_dim"):
-            number = getattr(self, name)
-            if int(number) != number or number < 1:
-                raise ArgumentError(f"{name} is {number}; it must be a whole number of at least 1.")
-        if not 0 <= self.eps < math.inf:
-            raise ArgumentError(f"eps is {self.eps}; it must be finite and not negative.")
+            whole(name, getattr(self, name))
+        checked_eps(self.eps)
         if self.num_heads % self.num_kv_heads:
             raise ShapeError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads: it does not divide.")
         rotary = 0 if rope is None else rope.dim

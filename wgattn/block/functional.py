@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..attention.arguments import FLOATS, device_of, finite, floating
+from ..attention.arguments import FLOATS, checked_eps, device_of, floating
 from ..errors import ArgumentError, ShapeError
 from ..gpu import Device, DeviceProfile, Kernel, Part, Recording, Tensor, grid
 from .rope import Rope
@@ -29,9 +29,7 @@ def rms_norm(x: Array, weight: Array, eps: float = 1e-5, *, device: Device | Non
     """
     device, _ = device_of({"x": x, "weight": weight}, device)
     x, weight = floating("x", x), floating("weight", weight)
-    eps = finite("eps", eps)
-    if eps < 0:
-        raise ArgumentError(f"eps is {eps}; it must not be negative.")
+    eps = checked_eps(eps)
     if not x.ndim or tuple(weight.shape) != (x.shape[-1],):
         raise ShapeError(f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; weight must have x's last axis.")
     width = x.shape[-1]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from ..attention.arguments import checked_eps, whole
 from ..attention.kv_cache import KVCache
 from ..attention.split import regimes
 from ..errors import ArgumentError, CapacityError
@@ -65,12 +65,11 @@ class FusedAttention:
         geometry = Geometry(num_heads, num_kv_heads, head_dim, float(eps))
         geometry.check(rope)
         arithmetics.checked(arithmetic)
-        if int(capacity) != capacity or capacity < 1:
-            raise ArgumentError(f"capacity is {capacity}; it must be a whole number of at least 1.")
+        capacity = whole("capacity", capacity)
         weights = attention_weights(weights, geometry)
         self.device = device or default_device()
         self.length, self.turn = 0, threading.RLock()
-        store = KVCache(self.device, num_kv_heads, head_dim, int(capacity), kv_dtype)
+        store = KVCache(self.device, num_kv_heads, head_dim, capacity, kv_dtype)
         table = None if rope is None else self.device.tensor(rope.table(store.capacity))
         block = (AttentionBlock if fused else UnfusedAttentionBlock)(self.device, weights, geometry, rope, arithmetic)
         self._steps = attention_steps(block, store, table, weights["norm"].size, fused=fused).prepare_decode()
@@ -174,11 +173,10 @@ class FusedMLP:
         self, weights: Mapping[str, Any], *, eps: float = 1e-5, arithmetic: str = "exact", fused: bool = True, device: Device | None = None
     ):
         arithmetics.checked(arithmetic)
-        if not 0 <= eps < math.inf:
-            raise ArgumentError(f"eps is {eps}; it must be finite and not negative.")
+        eps = checked_eps(eps)
         weights = mlp_weights(weights)
         self.device, self.turn = device or default_device(), threading.RLock()
-        block = (MlpBlock if fused else UnfusedMlpBlock)(self.device, weights, float(eps), arithmetic)
+        block = (MlpBlock if fused else UnfusedMlpBlock)(self.device, weights, eps, arithmetic)
         self._steps = mlp_steps(self.device, block, weights["norm"].size, fused=fused).prepare_decode()
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..attention.arguments import floating
+from ..attention.arguments import checked_eps, floating
 from ..attention.kv_cache import KVCache
 from ..errors import ArgumentError, CapacityError, ShapeError, Unsupported
 from ..gpu import Device, DeviceProfile, Recording, StepState, Tensor, default_device
@@ -444,8 +444,7 @@ def outproj_mlp_prefill(
         raise ShapeError(f"attended has shape {attended.shape} and residual {residual.shape}; they must be (H, T, AD) and (T, AE).")
     (H, T, AD), AE = attended.shape, residual.shape[1]
     E = _within("embed_dim", embed_dim, AE)
-    if not 0 <= eps < math.inf:
-        raise ArgumentError(f"eps is {eps}; it must be finite and not negative.")
+    eps = checked_eps(eps)
     wo = zero_rows(matrix("wo", wo_from_slabs(wo) if not isinstance(wo, QuantizedTensor) and np.ndim(wo) == 3 else wo, (AE, H * AD)), np.arange(AE) >= E)
     w1 = matrix("w1", w1, (None, AE))
     if w1.shape[0] % 2:

@@ -9,8 +9,9 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
+from ..attention.arguments import whole
 from ..attention.kv_format import kv_format
-from ..errors import ArgumentError, CapacityError
+from ..errors import CapacityError
 from ..gpu import DeviceProfile
 from .linear import padded
 
@@ -55,9 +56,7 @@ def optimal_tiles(head_dim: int, profile: DeviceProfile) -> tuple[int, int]:
 
     Raises ArgumentError for a head dim below 1, CapacityError when not even one row and four keys fit.
     """
-    if int(head_dim) != head_dim or head_dim < 1:
-        raise ArgumentError(f"head_dim is {head_dim}; it must be a whole number of at least 1.")
-    row = -(-int(head_dim) // 4) * 4 + 1
+    row = -(-whole("head_dim", head_dim) // 4) * 4 + 1
     for queries in (32, 16, 8, 4, 2, 1):
         for keys in (64, 32, 16, 8, 4):
             if 4 * (keys * row + queries * keys) <= profile.workgroup_memory:
@@ -138,8 +137,7 @@ def memory_report(
     intermediate = 4 * hidden if intermediate is None else intermediate
     numbers = {"hidden": hidden, "layers": layers, "seq_len": seq_len, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     for name, number in (numbers | {"intermediate": intermediate, "splits": splits}).items():
-        if int(number) != number or number < 1:
-            raise ArgumentError(f"{name} is {number}; it must be a whole number of at least 1.")
+        whole(name, number)
     sizes, T = (hidden, num_heads, num_kv_heads, head_dim), seq_len
     attention = {fused: nbytes(attention_buffers(*sizes, 1, fused)) for fused in (False, True)}
     prompt = nbytes(attention_buffers(*sizes, T, True, kv_dtype))
