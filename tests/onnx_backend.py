@@ -147,8 +147,8 @@ class WgattnModel(BackendRep):
         recording = Recording(self.device)
         for position, keys, values in ((0, past_key, past_value), (past, k, v)):
             rows = keys.shape[2]
-            state = StepState(self.device, 1)
-            self.device.write(state.buffer, np.array([position, rows], np.uint32))
+            state = StepState(self.device)
+            state.place(position, rows)
             new = {"keys": self.device.tensor(keys.swapaxes(1, 2)), "values": self.device.tensor(values.swapaxes(1, 2))}
             cache.record_append(recording, step=state.step, **new, rows=rows, dtype=dtype)
         recording.replay()

@@ -371,7 +371,7 @@ def test_bug_16_output_is_residual_or_input_or_neither(device: Device, rng):
     found = {}
     for case in ("h += ...", "y apart", "y is x", "y is residual", "residual is x"):
         cache = wgattn.attention.kv_cache.KVCache(device, layer.KV, layer.D, 8)
-        h, residual, y, step = device.tensor(x), device.tensor(x), device.tensor(poison(x.shape)), StepState(device, 1)
+        h, residual, y, step = device.tensor(x), device.tensor(x), device.tensor(poison(x.shape)), StepState(device)
         scratch = {name: device.empty(s) for name, s in attention_buffers(layer.E, layer.H, layer.KV, layer.D, T).items()}
         state = {"step": step.step, "h": h, "rope": device.tensor(layer.rope.table(8)), **scratch, "attended": scratch["query"]}
         extra = {
@@ -383,7 +383,7 @@ def test_bug_16_output_is_residual_or_input_or_neither(device: Device, rng):
         }[case]
         recording = Recording(device)
         block.record(recording, ChosenAttention(device.profile, block.geometry, T, 8), cache, state | extra, T)
-        device.write(step.buffer, np.array([0, T], np.uint32))
+        step.place(0, T)
         recording.replay()
         found[case] = (extra.get("y", h)).numpy()
     expected = x + layer.expected(weights, x)[0]

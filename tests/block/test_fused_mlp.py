@@ -87,8 +87,8 @@ def test_bug_22_any_number_of_tokens(rng, kind):
 def test_the_stream_in_place_equals_apart(device: Device, rng):
     """As a model records it, h += ..., and as FusedMLP does."""
     weights, x = made(rng), rows(rng, 5, E)
-    block, step, found = MlpBlock(device, weights, 1e-5), StepState(device, 1), []
-    device.write(step.buffer, np.array([0, 5], np.uint32))
+    block, step, found = MlpBlock(device, weights, 1e-5), StepState(device), []
+    step.place(0, 5)
     for apart in (False, True):
         h, y = device.tensor(x), device.empty(x.shape)
         state = {"step": step.step, "h": h, **allocate(device, mlp_buffers(E, HIDDEN, 5))} | ({"y": y, "residual": h} if apart else {})

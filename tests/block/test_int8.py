@@ -25,7 +25,7 @@ def project(device: Device, matrix: QuantizedTensor, x: np.ndarray, *, tokens: i
     tokens = max(tokens, len(x))
     given = poison((tokens, x.shape[1]))
     given[: len(x)] = x
-    y, state = with_canary(device, poison((tokens, matrix.shape[0]))), StepState(device, 1)
+    y, state = with_canary(device, poison((tokens, matrix.shape[0]))), StepState(device)
     recording = Recording(device)
     record_linear(
         recording,
@@ -41,7 +41,7 @@ def project(device: Device, matrix: QuantizedTensor, x: np.ndarray, *, tokens: i
         bias=device.tensor(vectors["bias"]) if "bias" in vectors else None,
         arithmetic=arithmetic,
     )
-    device.write(state.buffer, np.array([0, len(x)], np.uint32))
+    state.place(0, len(x))
     dirty_workgroup_memory(device)
     recording.replay()
     after, canary = split_canary(y, (tokens, matrix.shape[0]))

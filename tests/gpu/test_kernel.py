@@ -366,3 +366,6 @@ def test_the_step_state_changes_what_a_recording_sees_with_one_write(device_here
         result = seen.numpy()
         assert result[: 3 + len(ids)].tolist() == [position, len(ids), 5, *ids]
         assert_untouched(result[3 + len(ids) :].view(np.float32))
+    state.place(8, 2)
+    recording.replay()
+    assert seen.numpy()[:3].tolist() == [8, 2, 5]

@@ -119,8 +119,8 @@ def attention(bench: Bench, shape: Shape, queries: int, keys: int, path: str) ->
 
 def _filled(device: Device, shape: Shape, keys: int, new: Sequence[Tensor]) -> KVCache:
     """A cache of so many positions, stored as pipelines store them."""
-    cache, state, recording = KVCache(device, shape.kv_heads, shape.dim, keys, shape.kv_dtype), StepState(device, 1), Recording(device)
-    device.write(state.buffer, np.array([0, keys], np.uint32))
+    cache, state, recording = KVCache(device, shape.kv_heads, shape.dim, keys, shape.kv_dtype), StepState(device), Recording(device)
+    state.place(0, keys)
     cache.record_append(recording, step=state.step, keys=new[0], values=new[1], rows=keys, dtype="f32")
     recording.replay()
     return cache

@@ -56,8 +56,8 @@ def record(device: Device, fused: bool, layers: int, depth: int) -> Step:
     """One decode step at that depth, over random weights: the same ones for both ways."""
     rng = np.random.default_rng(0)
     geometry = Geometry(H, KV, D, EPS)
-    state = StepState(device, 1)
-    state.write(depth, [0])
+    state = StepState(device)
+    state.place(depth, 1)
     arena = Arena(device, layers * 12_000_000)
     shapes = attention_buffers(E, H, KV, D, 1, fused) | mlp_buffers(E, HIDDEN, 1, fused)
     scratch = {"attended": None, **allocate(device, shapes)}

@@ -49,8 +49,8 @@ def projection(bench: Bench, tokens: int, rows: int, columns: int, kind: str, ar
     weights: QuantizedTensor = random_matrix(rng, rows, columns, kind)
     x = rng.standard_normal((tokens, columns), np.float32)
     given = device.tensor(np.pad(x, ((0, 0), (0, padded(columns) - columns))))
-    state = StepState(device, 1)
-    device.write(state.buffer, np.array([0, tokens], np.uint32))
+    state = StepState(device)
+    state.place(0, tokens)
     outputs = []
 
     def record() -> Recording:

@@ -149,8 +149,8 @@ class AttentionPipeline:
         self._make_room(S)
         device = self.device
         on_device = [a if isinstance(a, Tensor) else device.tensor(*storable(a)) for a in (q, k, v)]
-        state = StepState(device, 1)
-        device.write(state.buffer, np.array([self.length, S], np.uint32))
+        state = StepState(device)
+        state.place(self.length, S)
         recording = Recording(device)
         new = {"keys": on_device[1], "values": on_device[2]}
         self.cache.record_append(recording, step=state.step, **new, rows=S, dtype=FLOATS[k.dtype.name])

@@ -180,8 +180,8 @@ def _operands(device: Device, problem: Problem) -> Operands:
 
     if kv_format(p.kv_dtype).quantised:  # only a cache is stored so
         cache = KVCache(device, p.num_kv_heads, p.head_dim, p.keys, p.kv_dtype)
-        state, appending = StepState(device, 1), Recording(device)
-        device.write(state.buffer, np.array([0, p.keys], np.uint32))
+        state, appending = StepState(device), Recording(device)
+        state.place(0, p.keys)
         new = device.tensor(np.resize(some, (1, p.keys, p.num_kv_heads, p.head_dim)), "f32")
         cache.record_append(appending, step=state.step, keys=new, values=new, rows=p.keys, dtype="f32")
         appending.replay()

@@ -392,8 +392,8 @@ class _Qkv:
 
     def recording(self) -> tuple[Recording, Any]:
         """An empty recording, and the state of a step at position 0 over all tokens."""
-        state = StepState(self.device, 1)
-        self.device.write(state.buffer, np.array([0, len(self.x)], np.uint32))
+        state = StepState(self.device)
+        state.place(0, len(self.x))
         return Recording(self.device), state.step
 
     def on_device(self) -> Tensor:
@@ -469,7 +469,7 @@ def _outproj_mlp(device: Device, rows: np.ndarray, residual: np.ndarray, wo: Any
     (T, AE), wo = residual.shape, Matrix(device, wo)
     tokens = min(T, chunk_tokens(device.profile, padded(max(AE, wo.columns, mlp.hidden))))
     buffers = allocate(device, _outproj_mlp_buffers(tokens, AE, wo.columns, mlp.hidden))
-    state, recording, step = buffers, Recording(device), StepState(device, 1)
+    state, recording, step = buffers, Recording(device), StepState(device)
     record_linear(
         recording,
         wo,
@@ -488,7 +488,7 @@ def _outproj_mlp(device: Device, rows: np.ndarray, residual: np.ndarray, wo: Any
     out = np.empty((T, AE), np.float32)
     for first in range(0, T, tokens):
         count = min(tokens, T - first)
-        device.write(step.buffer, np.array([0, count], np.uint32))
+        step.place(0, count)
         for name, array in (("attended", rows), ("residual", residual)):
             wide = np.zeros((count, state[name].shape[1]), np.float32)
             wide[:, : array.shape[1]] = array[first : first + count]

@@ -99,7 +99,7 @@ class Steps:
         for first in range(0, T, self.chunk):
             let_interrupt_in()
             count = min(self.chunk, T - first)
-            self.device.write(step.buffer, np.array([position + first, count], np.uint32))
+            step.place(position + first, count)
             copies = self._bring(state["h"], x, first, count)
             if self._takes_residual:
                 copies += self._bring(state["residual"], residual, first, count)
@@ -115,7 +115,7 @@ class Steps:
 
     def _chunks(self) -> tuple[StepState, dict[str, Any], Recording]:
         if self._chunk is None:
-            device, step = self.device, StepState(self.device, 1)
+            device, step = self.device, StepState(self.device)
             x, y, residual = (device.empty((self.chunk, padded(self.width))) if wanted else None for wanted in (True, True, self._takes_residual))
             state = self._state(step.step, x, residual, y)
             self._chunk = step, state, self._recorded(state, self.chunk, 2**32)

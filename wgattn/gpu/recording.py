@@ -164,7 +164,7 @@ class StepState:
 
     _HEAD = 256  # where the token ids begin: the largest offset alignment that WebGPU allows a device to ask for
 
-    def __init__(self, device: Device, chunk: int):
+    def __init__(self, device: Device, chunk: int = 1):
         self.device, self.chunk = device, chunk
         self.buffer = device.buffer(self._HEAD + 4 * chunk, uniform=True)
         self.step = Slice(self.buffer, 0, 16)
@@ -183,3 +183,7 @@ class StepState:
         words[:2] = position, len(token_ids)
         words[self._HEAD // 4 :] = token_ids
         self.device.write(self.buffer, words)
+
+    def place(self, position: int, rows: int) -> None:
+        """The next replay computes so many rows, the first of them at `position`: for recordings that read no token ids."""
+        self.device.write(self.buffer, np.array([position, rows], np.uint32))
