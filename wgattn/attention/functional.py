@@ -118,23 +118,22 @@ class Call:
         p, device = self.problem, self.device
         if p.rows == 0:
             return self._empty()
-        on_device = {name: a if isinstance(a, Tensor) else device.tensor(*storable(a)) for name, a in self.inputs.items() if a is not None}
-        heads = (p.batch, p.num_heads, p.queries, p.value_dim)
-        shape = heads if self.layout == "bhsd" else (heads[0], heads[2], heads[1], heads[3])
-        out = device.empty(shape, np.float16 if p.dtype == "f16" else np.float32)
+        given = {name: on_device(device, a) for name, a in self.inputs.items() if a is not None}
+        shape, dtype, lse_shape = self._result()
+        out = device.empty(shape, dtype)
         written = device.empty(shape, np.float32) if packs_output(p) else out
-        lse = device.empty(heads[:3], np.float32) if p.lse else None
-        rows = {name: Rows.of(on_device[name], self.layout) for name in ("query", "keys", "values")}
+        lse = device.empty(lse_shape, np.float32) if p.lse else None
+        rows = {name: Rows.of(given[name], self.layout) for name in ("query", "keys", "values")}
         mask = self.inputs.get("mask")
         operands = Operands(
             **rows,
             out=Rows.of(written, self.layout),
-            mask=on_device.get("mask"),
+            mask=given.get("mask"),
             mask_strides=mask_strides(mask.shape) if mask is not None else (0, 0, 0, 0),
             mask_first=mask_first(mask.shape, p.keys) if mask is not None else 0,
-            sinks=on_device.get("sinks"),
-            alibi_slopes=on_device.get("alibi_slopes"),
-            key_lengths=on_device.get("key_lengths"),
+            sinks=given.get("sinks"),
+            alibi_slopes=given.get("alibi_slopes"),
+            key_lengths=given.get("key_lengths"),
             lse=lse,
         )
         recording = Recording(device)
@@ -148,15 +147,24 @@ class Call:
             return out, lse
         return out.numpy(), None if lse is None else lse.numpy()
 
-    def _empty(self) -> tuple[Array, Array | None]:
+    def _result(self) -> tuple[tuple[int, ...], type, tuple[int, ...]]:
+        """Shape and dtype of the output, and the shape of lse."""
         p = self.problem
-        shape = (p.batch, p.num_heads, p.queries, p.value_dim)
-        shape = shape if self.layout == "bhsd" else (shape[0], shape[2], shape[1], shape[3])
-        out = np.zeros(shape, np.float16 if p.dtype == "f16" else np.float32)
-        lse = np.full((*shape[:1], p.num_heads, p.queries), -np.inf, np.float32) if p.lse else None
+        rows = (p.num_heads, p.queries) if self.layout == "bhsd" else (p.queries, p.num_heads)
+        return (p.batch, *rows, p.value_dim), np.float16 if p.dtype == "f16" else np.float32, (p.batch, p.num_heads, p.queries)
+
+    def _empty(self) -> tuple[Array, Array | None]:
+        shape, dtype, lse_shape = self._result()
+        out = np.zeros(shape, dtype)
+        lse = np.full(lse_shape, -np.inf, np.float32) if self.problem.lse else None
         if self.as_tensors:
             return self.device.tensor(out), None if lse is None else self.device.tensor(lse)
         return out, lse
+
+
+def on_device(device: Device, array: Array) -> Tensor:
+    """The tensor, or a copy of the array in a dtype that the device stores."""
+    return array if isinstance(array, Tensor) else device.tensor(*storable(array))
 
 
 def record_pack(recording: Recording, values: Tensor, packed: Tensor) -> None:

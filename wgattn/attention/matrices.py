@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CapacityError
-from ..gpu import Device, DeviceProfile, Recording, grid
+from ..gpu import Device, DeviceProfile, Recording, grid, power_of_two
 from ..gpu.shader import Option
 from . import problem as common
 from .problem import Operands, Problem
@@ -85,10 +85,10 @@ def softmax_lanes(profile: DeviceProfile, keys: int) -> int:
     """Invocations for a row of scores; pure."""
     if profile.software:
         return max(1, profile.subgroup_size)
-    most = min(256, profile.max_invocations, max(1, keys // 4))
+    most = min(256, profile.max_invocations, keys // 4)
     if profile.subgroup_size and keys <= _SUBGROUP_KEYS:
         most = min(most, profile.subgroup_size)
-    return 1 << (most.bit_length() - 1)
+    return power_of_two(most)
 
 
 def neutral_options(problem: Problem) -> dict[str, Option]:

@@ -14,9 +14,9 @@ import numpy as np
 from ..errors import ArgumentError, CapacityError, ShapeError
 from ..gpu import Device, Readback, Recording, StepInput, StepState, Tensor, default_device, in_turn
 from . import split
-from .arguments import FLOATS, checked_mask, checked_softcap, checked_window, finite, floating, mask_first, mask_kind, mask_strides, storable, whole
+from .arguments import FLOATS, checked_mask, checked_softcap, checked_window, device_of, finite, floating, mask_first, mask_kind, mask_strides, whole
 from .choose import choose
-from .functional import record_pack
+from .functional import on_device, record_pack
 from .kv_cache import KVCache
 from .kv_format import kv_format
 from .paths import PATHS
@@ -141,24 +141,22 @@ class AttentionPipeline:
         if is_causal:
             p = replace(p, right=min(p.right, 0))
         if mask is not None:
-            if isinstance(mask, Tensor) and mask.device is not self.device:
-                raise ArgumentError(f"mask is on another device ({mask.device}); copy it there first.")
+            device_of({"mask": mask}, self.device)
             mask = checked_mask(mask, (self.batch, self.num_heads, S, p.keys))
             p = replace(p, mask=mask_kind(mask))
         path = self._choose(p)
         self._make_room(S)
         device = self.device
-        on_device = [a if isinstance(a, Tensor) else device.tensor(*storable(a)) for a in (q, k, v)]
+        query, keys, values = (on_device(device, a) for a in (q, k, v))
         state = StepState(device)
         state.place(self.length, S)
         recording = Recording(device)
-        new = {"keys": on_device[1], "values": on_device[2]}
-        self.cache.record_append(recording, step=state.step, **new, rows=S, dtype=FLOATS[k.dtype.name])
+        self.cache.record_append(recording, step=state.step, keys=keys, values=values, rows=S, dtype=FLOATS[k.dtype.name])
         out = device.empty(q.shape, np.float16 if p.dtype == "f16" else np.float32)
         written = device.empty(q.shape) if packs_output(p) else out
-        operands = _operands(self.cache, Rows.of(on_device[0], "bshd"), written)
+        operands = _operands(self.cache, Rows.of(query, "bshd"), written)
         if mask is not None:
-            operands.mask = mask if isinstance(mask, Tensor) else device.tensor(*storable(mask))
+            operands.mask = on_device(device, mask)
             operands.mask_strides, operands.mask_first = mask_strides(mask.shape), mask_first(mask.shape, p.keys)
         PATHS[path].record(recording, p, operands)
         if written is not out:
@@ -255,10 +253,9 @@ class AttentionPipeline:
         self.generation += 1
 
     def _checked(self, q: Array, k: Array, v: Array) -> list[Array]:
+        device_of({"q": q, "k": k, "v": v}, self.device)
         arrays = []
         for name, a, heads in (("q", q, self.num_heads), ("k", k, self.num_kv_heads), ("v", v, self.num_kv_heads)):
-            if isinstance(a, Tensor) and a.device is not self.device:
-                raise ArgumentError(f"{name} is on another device ({a.device}); copy it there first.")
             a = floating(name, a)
             positions = a.shape[1] if a.ndim == 4 else "S"
             if a.ndim != 4 or tuple(a.shape) != (self.batch, positions, heads, self.head_dim) or not positions:

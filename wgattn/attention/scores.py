@@ -13,8 +13,8 @@ from ..gpu import Recording, Tensor, grid
 from . import matrices as common_matrices
 from . import problem as common
 from . import unfused
-from .arguments import mask_first, mask_strides, storable
-from .functional import Call, prepare
+from .arguments import mask_first, mask_strides
+from .functional import Call, on_device, prepare
 from .matrices import Matrices, neutral_options, padded, rounds
 from .problem import OPEN, Operands, Problem, Rows
 
@@ -54,18 +54,17 @@ def attention_scores(query: Array, key: Array, attn_mask: Array | None = None, *
 
 
 def _operands(call: Call, p: Problem) -> Operands:
-    def on_device(name: str) -> Tensor:
-        array = call.inputs[name]
-        return array if isinstance(array, Tensor) else call.device.tensor(*storable(array))
+    def given(name: str) -> Tensor:
+        return on_device(call.device, call.inputs[name])
 
-    query, keys = (Rows.of(on_device(name), call.layout) for name in ("query", "keys"))
+    query, keys = (Rows.of(given(name), call.layout) for name in ("query", "keys"))
     operands = Operands(query, keys, keys, query)
     if p.mask != "none":
         mask = call.inputs["mask"]
-        operands.mask, operands.mask_strides, operands.mask_first = on_device("mask"), mask_strides(mask.shape), mask_first(mask.shape, p.keys)
-    operands.alibi_slopes = on_device("alibi_slopes") if p.alibi else None
-    operands.sinks = on_device("sinks") if p.sinks else None
-    operands.key_lengths = on_device("key_lengths") if p.lengths == "each" else None
+        operands.mask, operands.mask_strides, operands.mask_first = given("mask"), mask_strides(mask.shape), mask_first(mask.shape, p.keys)
+    operands.alibi_slopes = given("alibi_slopes") if p.alibi else None
+    operands.sinks = given("sinks") if p.sinks else None
+    operands.key_lengths = given("key_lengths") if p.lengths == "each" else None
     return operands
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from ..attention.arguments import FLOATS, checked_eps, device_of, floating
+from ..attention.functional import record_pack
 from ..errors import ArgumentError, ShapeError
-from ..gpu import Device, DeviceProfile, Kernel, Part, Recording, Tensor, grid
+from ..gpu import Device, DeviceProfile, Kernel, Part, Recording, Tensor, grid, power_of_two
 from .rope import Rope
 
 Array = Any
@@ -48,8 +49,8 @@ def choose_norm(profile: DeviceProfile, width: int) -> tuple[int, int]:
     """(lanes a row, workgroup size) for `block/rms_norm.wgsl`; pure."""
     if profile.software:
         return 1, 8
-    widest = max(1, min(profile.subgroup_size or 32, 32, -(-width // 4)))
-    return 1 << (widest.bit_length() - 1), min(64, profile.max_invocations)
+    widest = min(profile.subgroup_size or 32, 32, -(-width // 4))
+    return power_of_two(widest), min(64, profile.max_invocations)
 
 
 def apply_rope(x: Array, positions: Array, rope: Rope | tuple[Array, Array], *, interleaved: bool = False, device: Device | None = None) -> Array:
@@ -162,8 +163,7 @@ class _Call:
         recording = Recording(device)
         recording.add(kernel, groups, {"x": self.on_device(self.x), "out": written, **buffers}, params)
         if self.packs:
-            words = grid(-(-out.size // 128), device.profile.max_workgroups)
-            recording.add(device.kernel("parts/pack_f16", WORKGROUP=64), words, {"values": written, "packed": out}, {"count": out.size})
+            record_pack(recording, written, out)
         recording.replay()
         return out if isinstance(self.x, Tensor) else out.numpy()
 

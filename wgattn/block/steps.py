@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..attention.arguments import floating
-from ..errors import ArgumentError, CapacityError, ShapeError
+from ..attention.arguments import device_of, floating
+from ..errors import CapacityError, ShapeError
 from ..gpu import Device, DeviceProfile, Readback, Recording, StepInput, StepState, Tensor, let_interrupt_in
 from ..gpu.recording import Copy
 from .linear import padded
@@ -68,11 +68,9 @@ class Steps:
 
     def checked(self, name: str, array: Array, tokens: int | None = None) -> Array:
         """(T, width) floating, on the host or a float32 tensor of this device; ShapeError, TypeError, ArgumentError for anything else."""
-        if isinstance(array, Tensor):
-            if array.device is not self.device:
-                raise ArgumentError(f"{name} is on another device ({array.device}); copy it there first.")
-            if array.dtype != np.float32:
-                raise TypeError(f"{name} is a tensor of {array.dtype}; it must be float32.")
+        device_of({name: array}, self.device)
+        if isinstance(array, Tensor) and array.dtype != np.float32:
+            raise TypeError(f"{name} is a tensor of {array.dtype}; it must be float32.")
         array = floating(name, array)
         if array.ndim != 2 or array.shape[1] != self.width or not array.shape[0] or (tokens is not None and array.shape[0] != tokens):
             rows = "T" if tokens is None else tokens
