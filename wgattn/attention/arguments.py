@@ -9,6 +9,7 @@ import numpy as np
 
 from ..errors import ArgumentError, ShapeError
 from ..gpu import Device, Tensor, default_device
+from ..gpu.tensor import converted
 from .problem import OPEN
 
 Array = Any
@@ -117,7 +118,7 @@ def checked_mask(mask: Array, wanted: tuple[int, int, int, int]) -> Array:
     if not isinstance(mask, Tensor):
         mask = native(mask)
         if mask.dtype.name == "float64":
-            mask = mask.astype(np.float32)
+            mask = converted(mask, np.dtype(np.float32))
         if mask.dtype.kind not in "biuf" or (mask.dtype.name not in ("bool", "float32", "float16") and mask.dtype.kind == "f"):
             raise TypeError(f"attn_mask has dtype {mask.dtype}; it must be bool, integer, float32, float16 or float64.")
         if mask.dtype.kind in "iu":
@@ -157,7 +158,7 @@ def checked_vector(name: str, array: Array | None, length: int, dtype: type) -> 
         array = np.asarray(array)
         if array.dtype.kind not in "fiu":
             raise TypeError(f"{name} has dtype {array.dtype}; it must be numeric.")
-        array = array.astype(dtype)
+        array = converted(array, np.dtype(dtype))
     elif array.dtype != dtype:
         raise TypeError(f"{name} is a tensor of {array.dtype}; it must be {np.dtype(dtype)}.")
     if tuple(array.shape) != (length,):
