@@ -3,7 +3,7 @@
 // A workgroup computes GROUP_ROWS rows: TEAMS teams of LANES invocations, BATCHES times BATCH rows each. A lane takes the columns of CHUNKS chunks
 // of 16, the same for all rows, so that x is read from memory once a workgroup: at a few rows a workgroup that would be most of the traffic.
 // The norm's scale is one number, applied after the dot products. Sums of subgroups meet in workgroup memory behind one barrier.
-// Workgroup memory: 4 * COLUMNS + 4 * GROUP_ROWS * PARTS + 4 * WORKGROUP / SUBGROUP, and that of heads_norm.
+// Workgroup memory: 4 * GROUP_ROWS * PARTS + 4 * WORKGROUP / SUBGROUP, and that of products_* and heads_norm.
 // Options: COLUMNS (padded to 16), LANES, TEAMS, BATCH, BATCHES, CHUNKS = COLUMNS / 16 / LANES (rounded up), ROWS = 4, PAIRS = 2, QUADS = 1, WORKGROUP, SUBGROUP (1: none);
 // parts: step, weights_* or codes_* and scales_*, products_*, sharers_*, norm_*, bias_*, token_*, heads_*, output_*, end_none or cache_store_*.
 
@@ -17,12 +17,10 @@ const HEAD_SLOTS = GROUP_ROWS / 4u;
 var<uniform> params: Params;                     // rows: of this piece of W, whose row 0 is row first_row of the whole
 var<storage, read> x: array<vec4<f32>>;          // (tokens, x_stride) f32; columns beyond `columns` are 0
 
-var<workgroup> input: array<vec4<f32>, COLUMNS / 4u>;
 var<workgroup> sums: array<f32, GROUP_ROWS * PARTS>;
 var<workgroup> square_sums: array<f32, WORKGROUP / SUBGROUP>;
 
 fn team_add(value: f32) -> f32 { return value; }     // norm_scale gets sums that are complete
-fn input_slot(i: u32) -> u32 { return i ^ ((i / 8u) & 3u); }   // so that lanes reading neighbouring chunks share no bank
 
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>, @builtin(local_invocation_index) index: u32) {
@@ -41,10 +39,12 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   //@ end
   let x_at = input_token(0u) * (params.x_stride / 4u);
   var squares = 0.0;
-  for (var i = index; i < COLUMNS / 4u; i += WORKGROUP) {
+  for (var first = 0u; first < COLUMNS / 4u; first += WORKGROUP) {
+    let i = min(first + index, COLUMNS / 4u - 1u);
+    let inside = first + index < COLUMNS / 4u;
     let v = x[x_at + i];
-    squares += norm_square(v);
-    input[input_slot(i)] = norm_apply4(v, i);
+    squares += select(0.0, norm_square(v), inside);
+    input_put(i, norm_apply4(v, i), inside);
   }
   // An invocation ends four rows; what it needs for that is loaded now.
   let quad = min(index, HEAD_SLOTS - 1u);
@@ -56,8 +56,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   if (index % SUBGROUP == 0u) { square_sums[index / SUBGROUP] = group_squares; }
   workgroupBarrier();
   //@ unroll c in 0..CHUNKS
-  let own$c = select(0.0, 1.0, lane + $cu * LANES < COLUMNS / 16u);
-  let input$c = input_of(own$c * mat4x4<f32>(input[input_slot(chunk$c * 4u)], input[input_slot(chunk$c * 4u + 1u)], input[input_slot(chunk$c * 4u + 2u)], input[input_slot(chunk$c * 4u + 3u)]));
+  let input$c = input_get(chunk$c, lane + $cu * LANES < COLUMNS / 16u);
   //@ end
   for (var batch = 0u; batch < BATCHES; batch++) {
     let batch_row = team_row + batch * BATCH;

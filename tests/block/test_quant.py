@@ -70,6 +70,16 @@ def nibble_bytes(words: np.ndarray, blocks: int) -> np.ndarray:
     return codes[:, :16] | codes[:, 16:] << 4
 
 
+def fifth_bits(data: np.ndarray, blocks: int) -> np.ndarray:
+    """(blocks, 4) bytes as GGUF has them: column i at bit i."""
+    words = data.view(np.uint32).reshape(blocks)
+    bits = np.zeros((blocks, 32), np.uint8)
+    for column in range(32):
+        group, byte = divmod(column, 4)
+        bits[:, column] = words >> (8 * byte + group) & 1
+    return np.packbits(bits, axis=1, bitorder="little")
+
+
 def raw_of(planes: dict[str, np.ndarray], rows: int, columns: int, kind: str) -> np.ndarray:
     """The inverse of `QuantizedTensor.planes`."""
     if kind in FLOATS:
@@ -83,7 +93,7 @@ def raw_of(planes: dict[str, np.ndarray], rows: int, columns: int, kind: str) ->
     if kind == "Q8_0":
         pieces = [scales, plane_bytes(planes["weights_codes_plane"], blocks * 32).reshape(blocks, 32)]
     elif kind in ("Q5_0", "Q5_1"):
-        pieces = [scales, plane_bytes(planes["weights_bits_plane"], blocks * 4).reshape(blocks, 4), nibble_bytes(planes["weights_codes_plane"], blocks)]
+        pieces = [scales, fifth_bits(plane_bytes(planes["weights_bits_plane"], blocks * 4), blocks), nibble_bytes(planes["weights_codes_plane"], blocks)]
     else:
         pieces = [scales, nibble_bytes(planes["weights_codes_plane"], blocks)]
     return np.concatenate(pieces, axis=1).reshape(rows, -1)

@@ -119,6 +119,8 @@ class VectorShape:
     """Padded to whole chunks."""
     subgroup: int
     """Lanes whose sums subgroup operations add up; 1 where there are none."""
+    digits: int
+    """Digits of 8 bits that x is rounded to, where the matrix is quantised; 0: floats."""
     main: ClassVar[str] = "block/linear_vector"
 
     @property
@@ -132,15 +134,18 @@ class VectorShape:
 
     @property
     def workgroup_bytes(self) -> int:
-        return 4 * (self.columns + self.rows * max(1, self.lanes // self.subgroup) + self.workgroup // self.subgroup + self.rows // 4)
+        x = self.columns * (2 * self.digits + 1) // 2 if self.digits else 4 * self.columns
+        return x + 4 * (self.rows * max(1, self.lanes // self.subgroup) + self.workgroup // self.subgroup + self.rows // 4)
 
     def parts(self, profile: DeviceProfile) -> tuple[str, ...]:
-        return ("block/parts/sharers_none" if self.subgroup == 1 else "block/parts/sharers_subgroup",)
+        sharers = "none" if self.subgroup == 1 else "subgroup"
+        return (f"block/parts/products_{'codes' if self.digits else 'floats'}", f"block/parts/sharers_{sharers}")
 
     def options(self, profile: DeviceProfile) -> dict[str, int]:
         division = {"COLUMNS": self.columns, "LANES": self.lanes, "TEAMS": self.teams, "BATCH": self.batch, "BATCHES": self.batches}
         chunks = -(-self.columns // CHUNK // self.lanes)
-        return {**division, "CHUNKS": chunks, "ROWS": 4, "PAIRS": 2, "QUADS": 1, "WORKGROUP": self.workgroup, "SUBGROUP": self.subgroup}
+        group = {"WORKGROUP": self.workgroup, "SUBGROUP": self.subgroup} | ({"DIGITS": self.digits} if self.digits else {})
+        return {**division, "CHUNKS": chunks, "ROWS": 4, "PAIRS": 2, "QUADS": 1, **group}
 
     def groups(self, rows: int, tokens: int, limit: int) -> tuple[int, int, int]:
         return (*grid(-(-rows // self.rows), limit), 1)
@@ -201,15 +206,17 @@ _GPU_TILES = 264
 
 
 def choose_linear(
-    profile: DeviceProfile, rows: int, columns: int, tokens: int, head_dim: int = 0, arithmetic: str = "exact"
+    profile: DeviceProfile, rows: int, columns: int, tokens: int, head_dim: int = 0, arithmetic: str = "exact", quantised: bool = False
 ) -> LinearShape | TileShape | VectorShape | MatrixShape:
     """The shape for a problem on a device; pure. `tokens` is the number a replay computes at most.
 
     A CPU pays for loads per lane and for barriers: one invocation for several rows. A GPU wants many lanes a row, loads in flight, and x in
     registers; for many tokens it wants tiles in workgroup memory. With `head_dim` (a multiple of 4), a workgroup computes whole heads.
     """
-    if tokens == 1 and not profile.software and (vector := _vector_shape(profile, rows, padded(columns), head_dim, arithmetic)):
-        return vector
+    if tokens == 1 and not profile.software:
+        digits = 1 if arithmetic == "int8" else 3 if quantised else 0
+        if vector := _vector_shape(profile, rows, padded(columns), head_dim, digits):
+            return vector
     if arithmetic == "half":
         return _matrix_shape(profile, rows, tokens)
     span = CHUNK if arithmetic == "exact" else 2 * CHUNK  # columns that a lane takes at a time
@@ -259,8 +266,8 @@ _GPU_WORKGROUPS = 264
 """Workgroups that keep a large GPU busy."""
 
 
-def _vector_shape(profile: DeviceProfile, rows: int, columns: int, head_dim: int, arithmetic: str) -> VectorShape | None:
-    """The shape for one token; None where workgroup memory for x is missing, or subgroups that int8 needs.
+def _vector_shape(profile: DeviceProfile, rows: int, columns: int, head_dim: int, digits: int) -> VectorShape | None:
+    """The shape for one token; None where workgroup memory for x is missing, or subgroups of 8 that digits need.
 
     About 80,000 invocations keep a large GPU's loads in flight: where rows are few they get many lanes each, where there are many a team takes
     several. Workgroups are large, since each reads all of x.
@@ -271,16 +278,16 @@ def _vector_shape(profile: DeviceProfile, rows: int, columns: int, head_dim: int
     subgroup = profile.subgroup_size if profile.team_part(2).startswith("team_subgroup") else 1
     most = power_of_two(profile.max_invocations)
     workgroup = most if head_dim else min(512, most)
-    if lanes > workgroup or workgroup < subgroup or (arithmetic == "int8" and 1 in (subgroup, lanes)):
+    if lanes > workgroup or workgroup < subgroup or (digits and subgroup < 8):
         return None
     if head_dim:
         batch = 4
         teams = math.gcd(workgroup // lanes, head_dim // batch)
-        shape = VectorShape(lanes, teams, batch, head_dim // batch // teams, columns, subgroup)
+        shape = VectorShape(lanes, teams, batch, head_dim // batch // teams, columns, subgroup, digits)
     else:
         each = min(16, max(2, power_of_two(int(rows * lanes / 81920 * 2**0.5)))) if chunks > lanes else 2  # rows of a team, to the nearest power of two
         batch = 4 if each == 4 else 2
-        shape = VectorShape(lanes, workgroup // lanes, batch, each // batch, columns, subgroup)
+        shape = VectorShape(lanes, workgroup // lanes, batch, each // batch, columns, subgroup, digits)
         while shape.rows > 4 and shape.workgroup > max(64, subgroup) and -(-rows // shape.rows) < _GPU_WORKGROUPS // 4:
             shape = replace(shape, teams=shape.teams // 2)
     if shape.workgroup % subgroup or shape.rows % 4 or shape.rows // 4 > shape.workgroup:
@@ -326,18 +333,16 @@ def record_linear(
     head_dim = (options or {})["HEAD_DIM"] if whole_heads or head_gamma is not None else 0
     if head_dim and arithmetic == "half":
         arithmetic = "exact"  # its tiles are not whole heads
-    shape = choose_linear(device.profile, matrix.rows, matrix.columns, tokens, head_dim, arithmetic)
+    shape = choose_linear(device.profile, matrix.rows, matrix.columns, tokens, head_dim, arithmetic, matrix.format.quantised)
     vector, half = isinstance(shape, VectorShape), isinstance(shape, MatrixShape)
     norm = "none" if gamma is None else "rms"
     if gamma is not None and arithmetic == "exact" and device.profile.software and tokens == 1:
         room = device.profile.workgroup_memory - 8 * shape.workgroup - 4 * head_dim  # less what norm_shared, heads_norm, cache_store_blocks keep besides
         norm = "shared" if 4 * padded(matrix.columns) <= room else "rms"
-    products = (f"block/parts/products_{arithmetic if arithmetic == 'int8' else 'codes' if matrix.format.quantised else 'floats'}",) if vector else ()
     kernel = device.kernel(
         "block/linear_int8" if arithmetic == "int8" and not vector else shape.main,
         "step",
         *matrix.format.parts,
-        *products,
         f"block/parts/{matrix.format.halves}" if half else f"block/parts/norm_{norm}",
         f"block/parts/bias_{'none' if bias is None else 'add'}",
         *shape.parts(device.profile),

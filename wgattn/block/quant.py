@@ -58,6 +58,11 @@ def _nibbles(codes: np.ndarray) -> np.ndarray:
     return _words(columns[:, :, 0] | columns[:, :, 1] << 4)
 
 
+def _fifth_bits(bits: np.ndarray) -> np.ndarray:
+    """(..., 32) bits in a word for 32 columns: bit g of byte b belongs to column 4 g + b, which is in byte b of the nibbles' words."""
+    return _words(np.packbits(bits.reshape(-1, 8, 4).swapaxes(1, 2), axis=-1, bitorder="little"))
+
+
 def _halves(qs: np.ndarray) -> np.ndarray:
     """(..., n) bytes to (..., 2n) codes: all low nibbles, then all high."""
     return np.concatenate([qs & 15, qs >> 4], axis=-1)
@@ -78,7 +83,10 @@ def _simple(bytes_of: Mapping[str, int]) -> Callable[[np.ndarray, int], Planes]:
         blocks = raw.reshape(-1, sum(bytes_of.values()))
         fields = dict(zip(bytes_of, np.split(blocks, np.cumsum([*bytes_of.values()])[:-1], axis=1), strict=True))
         qs = fields.pop("qs")
-        found = {f"weights_{name}_plane": _words(data) for name, data in fields.items()}
+        found = {}
+        if "bits" in fields:
+            found["weights_bits_plane"] = _fifth_bits(np.unpackbits(np.ascontiguousarray(fields.pop("bits")), axis=1, bitorder="little"))
+        found["weights_scales_plane"] = _words(fields["scales"])
         return found | {"weights_codes_plane": _nibbles(_halves(qs)) if qs.shape[1] == 16 else _words(qs)}
 
     return planes
@@ -104,7 +112,7 @@ def _q5_k(raw: np.ndarray, columns: int) -> Planes:
     bits = (blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[None, :, None]) & 1  # bit s of byte l belongs to column 32 s + l
     return {
         "weights_scales_plane": _k_scales(blocks),
-        "weights_bits_plane": _words(np.packbits(bits.reshape(-1), bitorder="little")),
+        "weights_bits_plane": _fifth_bits(bits),
         "weights_codes_plane": _nibbles(codes.reshape(-1, 256)),
     }
 

@@ -1,24 +1,56 @@
-// Dot products of quantised weights in f32: affine.x * codes . x + affine.y * sum(x).
-// A code becomes a float by its bits: below the exponent of 2^CODE_BITS they are the number 2^CODE_BITS + code, two operations instead of a
-// conversion, which GPUs do at a quarter of the rate. What is too much is taken off with sum(x), once for 16 columns. Codes of 8 bits are converted:
-// the more bits, the more of the sum's precision it costs.
-const CODE_MASK = ((1u << CODE_BITS) - 1u) << (23u - CODE_BITS);
-const CODE_ONE = (127u + CODE_BITS) << 23u;
-const CODE_EXTRA = select(f32(1u << CODE_BITS), 0.0, CODE_BITS == 8u);
-const CODE_UP = 7u - min(CODE_BITS, 7u);
-struct Input { v: mat4x4<f32>, start: vec4<f32>, total: f32 }
-fn input_of(v: mat4x4<f32>) -> Input {
-  let total = dot(v[0] + v[1] + v[2] + v[3], vec4<f32>(1.0));
-  return Input(v, vec4<f32>(-CODE_EXTRA * total, 0.0, 0.0, 0.0), total);
+// Dot products of quantised weights with x as integers: affine.x * codes . x + affine.y * sum(x).        reference.linear, linear_int8
+// 32 columns of x share a unit, and x / unit is rounded to DIGITS signed digits of 8 bits. With three, the unit is max |x| / (127 * 2^16): what f32
+// keeps of the largest. With one, this is llama.cpp's Q8. Codes meet digits in dot4I8Packed, four products an instruction, where a code would take
+// two to become a float and a third to be multiplied. x is rounded once a workgroup.
+// Workgroup memory: DIGITS * COLUMNS + COLUMNS / 2.   Options: DIGITS (1 or 3), COLUMNS, a multiple of 32. Subgroups of at least 8.
+const DIGIT_MOST = select(127.0, 8323072.0, DIGITS == 3u);
+const DIGIT_LEAST = select(1e-35, 1e-30, DIGITS == 3u);          // what is smaller counts as zero: DIGIT_MOST / it would overflow
+const DIGIT_CHUNKS = COLUMNS / 16u;
+struct Input {
+  //@ unroll d in 0..DIGITS
+  digits$d: vec4<u32>,
+  //@ end
+  scale: vec2<f32>,
 }
-fn codes_raised(w: u32) -> vec4<f32> {
-  if (CODE_BITS == 8u) { return vec4<f32>(unpack4xI8(w)); }
-  let bits = vec4<u32>(w << (23u - CODE_BITS), w << (15u - CODE_BITS), w << CODE_UP, w >> (1u + CODE_BITS));
-  return bitcast<vec4<f32>>((bits & vec4<u32>(CODE_MASK)) | vec4<u32>(CODE_ONE));
+var<workgroup> input_digits: array<u32, DIGITS * COLUMNS / 4u>;  // (digit, word of a chunk, chunk), so that neighbouring lanes share no bank
+var<workgroup> input_scales: array<vec2<f32>, COLUMNS / 16u>;    // the unit, and the sum of 16 columns
+fn input_put(i: u32, v: vec4<f32>, inside: bool) {
+  // As integers, the absolute values of floats have the same order, and NaN is the highest.
+  let size = bitcast<vec4<u32>>(v) & vec4<u32>(0x7fffffffu);
+  var high = max(max(size.x, size.y), max(size.z, size.w));
+  for (var d = 1u; d < 8u; d <<= 1u) { high = max(high, subgroupShuffleXor(high, d)); }
+  let most = bitcast<f32>(high);
+  var rest = vec4<i32>(round(v * select(0.0, DIGIT_MOST / most, most > DIGIT_LEAST)));
+  var sum = rest.x + rest.y + rest.z + rest.w;
+  for (var d = 1u; d < 4u; d <<= 1u) { sum += subgroupShuffleXor(sum, d); }
+  if (inside) {
+    for (var d = DIGITS; d > 0u; d--) {                          // the lowest digit first
+      let digit = (rest << vec4<u32>(24u)) >> vec4<u32>(24u);
+      input_digits[((d - 1u) * 4u + i % 4u) * DIGIT_CHUNKS + i / 4u] = pack4xI8(digit);
+      rest = (rest - digit) >> vec4<u32>(8u);
+    }
+    if (i % 4u == 0u) { input_scales[i / 4u] = most / DIGIT_MOST * vec2<f32>(1.0, f32(sum)); }
+  }
+}
+fn input_get(chunk: u32, inside: bool) -> Input {
+  return Input(
+    //@ unroll d in 0..DIGITS
+    vec4<u32>(
+      input_digits[$du * 4u * DIGIT_CHUNKS + chunk], input_digits[($du * 4u + 1u) * DIGIT_CHUNKS + chunk],
+      input_digits[($du * 4u + 2u) * DIGIT_CHUNKS + chunk], input_digits[($du * 4u + 3u) * DIGIT_CHUNKS + chunk]),
+    //@ end
+    select(vec2<f32>(), input_scales[chunk], vec2<bool>(inside)));
+}
+fn dot16(a: vec4<u32>, b: vec4<u32>) -> f32 {
+  // An integer below the exponent of 2^23 is a float by its bits; GPUs convert at an eighth of the rate.
+  let sum = dot4I8Packed(a.x, b.x) + dot4I8Packed(a.y, b.y) + dot4I8Packed(a.z, b.z) + dot4I8Packed(a.w, b.w) + 0x4b400000;
+  return bitcast<f32>(sum) - 12582912.0;
 }
 fn product(codes: Codes, affine: vec2<f32>, input: Input, sum: f32) -> f32 {
   let w = codes_ints(codes);
-  let products = fma(codes_raised(w.x), input.v[0], fma(codes_raised(w.y), input.v[1],
-    fma(codes_raised(w.z), input.v[2], fma(codes_raised(w.w), input.v[3], input.start))));
-  return fma(affine.x, dot(products, vec4<f32>(1.0)), fma(affine.y, input.total, sum));
+  var value = 0.0;
+  //@ unroll d in 0..DIGITS
+  value = fma(value, 256.0, dot16(w, input.digits$d));
+  //@ end
+  return fma(affine.x * input.scale.x, value, fma(affine.y, input.scale.y, sum));
 }
