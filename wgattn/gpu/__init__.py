@@ -1,6 +1,6 @@
 """Compute on a WebGPU device: devices, tensors, shaders as text, kernels, recordings. Nothing here knows of attention."""
 
-from .arena import Arena, Store
+from .arena import Arena
 from .device import Device, default_device
 from .guard import Turn, in_turn, let_interrupt_in
 from .kernel import Kernel
@@ -8,7 +8,7 @@ from .profile import DeviceProfile, power_of_two
 from .recording import Readback, Recording, StepState, grid
 from .shader import Part
 from .step_input import StepInput
-from .tensor import Slice, Tensor
+from .tensor import Slice, Store, Tensor
 from .webgpu import list_adapters
 
 __all__ = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -21,10 +20,10 @@ from .limits import lowered, stricter
 from .profile import DeviceProfile, describe_limits, measure_subgroup_size
 from .shader import Option, Part, assemble
 from .staging import Staging
-from .tensor import Tensor, checked_shape, converted, dtype_of, storage_of
+from .tensor import Store, Tensor
 
 
-class Device(Usable):
+class Device(Usable, Store):
     """A WebGPU device. Several threads may use it.
 
     Args:
@@ -125,24 +124,9 @@ class Device(Usable):
             staging.encode(encoder, buffer, offset)
         return staging.bytes().view(dtype)
 
-    def tensor(self, array: Any, dtype: Any = None) -> Tensor:
-        """Copy an array to the device. float64 becomes float32, bool becomes uint32; dtype: float32, float16, uint32 or int32.
-
-        TypeError for what cannot be stored so; ArgumentError for integers that do not fit; CapacityError.
-        """
-        array = np.asarray(array)
-        dtype = storage_of(array) if dtype is None else dtype_of(dtype)
-        tensor = self.empty(array.shape, dtype)
-        self.write(tensor.buffer, converted(array, dtype))
-        return tensor
-
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Tensor:
         """A tensor of zeros. ShapeError for a shape that cannot be; CapacityError when it does not fit a binding."""
-        shape, dtype = checked_shape(shape), dtype_of(dtype)
-        nbytes = math.prod(shape) * dtype.itemsize
-        limit = self.profile.max_binding
-        if nbytes > limit:
-            raise CapacityError(f"A tensor of shape {shape} takes {nbytes} bytes; {self.name} can bind {limit}.")
+        shape, dtype, nbytes = self._checked(shape, dtype)
         return Tensor(self, shape, dtype, self.buffer(nbytes))
 
     # ---- kernels

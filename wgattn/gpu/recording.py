@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import CapacityError
 from .kernel import Kernel
 from .staging import Staging
-from .tensor import Slice, Tensor
+from .tensor import OFFSET_ALIGNMENT, Slice, Tensor
 
 if TYPE_CHECKING:
     from .device import Device
@@ -162,26 +162,24 @@ class StepState:
     `step` (uniform) and `tokens` (storage, `chunk` u32) are what kernels bind.
     """
 
-    _HEAD = 256  # where the token ids begin: the largest offset alignment that WebGPU allows a device to ask for
-
     def __init__(self, device: Device, chunk: int = 1):
         self.device, self.chunk = device, chunk
-        self.buffer = device.buffer(self._HEAD + 4 * chunk, uniform=True)
+        self.buffer = device.buffer(OFFSET_ALIGNMENT + 4 * chunk, uniform=True)
         self.step = Slice(self.buffer, 0, 16)
-        self.tokens = Slice(self.buffer, self._HEAD, 4 * chunk)
+        self.tokens = Slice(self.buffer, OFFSET_ALIGNMENT, 4 * chunk)
 
     @property
     def tokens_at(self) -> int:
         """Word of the buffer where token ids begin."""
-        return self._HEAD // 4
+        return OFFSET_ALIGNMENT // 4
 
     def write(self, position: int, token_ids: Sequence[int]) -> None:
         """The next replay computes these tokens (at most `chunk`), the first of them at `position` in the sequence."""
         if len(token_ids) > self.chunk:
             raise CapacityError(f"A step of {len(token_ids)} tokens was asked for; its recording has room for {self.chunk}.")
-        words = np.zeros(self._HEAD // 4 + len(token_ids), np.uint32)
+        words = np.zeros(self.tokens_at + len(token_ids), np.uint32)
         words[:2] = position, len(token_ids)
-        words[self._HEAD // 4 :] = token_ids
+        words[self.tokens_at :] = token_ids
         self.device.write(self.buffer, words)
 
     def place(self, position: int, rows: int) -> None:

@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .recording import Copy
-from .tensor import Slice, Tensor
+from .tensor import OFFSET_ALIGNMENT, Slice, Tensor
 
 if TYPE_CHECKING:
     from .device import Device
-
-_ALIGN = 256
-"""The largest offset alignment that WebGPU allows a device to ask for."""
 
 
 class StepInput:
@@ -26,10 +23,10 @@ class StepInput:
     def __init__(self, device: Device, sizes: Mapping[str, int]):
         self.device = device
         self._slices: dict[str, tuple[int, int]] = {}
-        end = _ALIGN
+        end = OFFSET_ALIGNMENT
         for name, count in sizes.items():
             self._slices[name] = (end, count)
-            end += -(-4 * count // _ALIGN) * _ALIGN
+            end += -(-4 * count // OFFSET_ALIGNMENT) * OFFSET_ALIGNMENT
         self._host = np.zeros(end // 4, np.float32)
         self._buffer = device.buffer(end, uniform=True)
         self.step = Slice(self._buffer, 0, 16)

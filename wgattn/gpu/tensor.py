@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..errors import ArgumentError, ShapeError
+from ..errors import ArgumentError, CapacityError, ShapeError
 
 if TYPE_CHECKING:
     from .device import Device
+    from .profile import DeviceProfile
+
+OFFSET_ALIGNMENT = 256
+"""Bytes: the largest alignment of a binding's offset that WebGPU allows a device to ask for."""
 
 DTYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "u32": np.dtype(np.uint32), "i32": np.dtype(np.int32)}
 
@@ -60,7 +65,7 @@ def checked_shape(shape: Iterable[int]) -> tuple[int, ...]:
 
 
 class Slice(NamedTuple):
-    """Part of a buffer, for binding: offset and size in bytes, the offset a multiple of 256."""
+    """Part of a buffer, for binding: offset and size in bytes, the offset a multiple of OFFSET_ALIGNMENT."""
 
     buffer: Any
     offset: int
@@ -124,3 +129,35 @@ class Tensor:
 
     def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
         raise ArgumentError("A device tensor does not turn into a NumPy array by itself; call .numpy() to copy it to the host.")
+
+
+class Store(ABC):
+    """What makes tensors: a device, or an arena on it."""
+
+    profile: DeviceProfile
+    name: str
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Tensor:
+        """A tensor of zeros. ShapeError for a shape that cannot be; CapacityError when it does not fit a binding."""
+
+    def tensor(self, array: Any, dtype: Any = None) -> Tensor:
+        """Copy an array to the device. float64 becomes float32, bool becomes uint32; dtype: float32, float16, uint32 or int32.
+
+        TypeError for what cannot be stored so; ArgumentError for integers that do not fit; CapacityError.
+        """
+        array = np.asarray(array)
+        dtype = storage_of(array) if dtype is None else dtype_of(dtype)
+        array = converted(array, dtype)  # before memory is taken
+        tensor = self.empty(array.shape, dtype)
+        tensor.write(array)
+        return tensor
+
+    def _checked(self, shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], np.dtype, int]:
+        """Shape, dtype and bytes of a tensor that fits a binding; errors as `empty`."""
+        shape, dtype = checked_shape(shape), dtype_of(dtype)
+        nbytes = math.prod(shape) * dtype.itemsize
+        limit = self.profile.max_binding
+        if nbytes > limit:
+            raise CapacityError(f"A tensor of shape {shape} takes {nbytes} bytes; {self.name} can bind {limit}.")
+        return shape, dtype, nbytes
