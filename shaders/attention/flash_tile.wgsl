@@ -2,15 +2,15 @@
 // A workgroup computes TILE_ROWS rows, as flash_rows numbers them, and walks over the keys that any of them sees, TILE_KEYS at a time.
 // LANES invocations share a row; an invocation has 4 * ROW_QUADS rows, for which it computes the scores of 4 * KEY_QUADS keys of a tile and VALUE_QUADS
 // vec4s of the outputs. Queries, keys and values go through workgroup memory, SLICE vec4s of the rows of a tile or 4 * SLICE values at a time, and the
-// next slice is loaded into registers while one is multiplied; probabilities go through workgroup memory.
+// next slice is fetched into registers while one is multiplied; probabilities go through workgroup memory, 4 * LANES keys at a time.
 // FlashAttention (Dao et al. 2022), online softmax (Milakov and Gimelshein 2018). Scores are in log2 units.
 // In workgroup memory numbers lie in fours that the arithmetic takes at once: of queries and keys a channel of four rows, of probabilities four rows
 // of a key. The outer index is constant where it matters, so that one check of bounds serves many loads; orders are rotated so that lanes share no bank.
-// Workgroup memory: 64 * (ROW_QUADS * SLICE * WORKGROUP / LANES + max(KEY_QUADS, VALUE_QUADS) * SLICE * LANES + ROW_QUADS * KEY_QUADS * WORKGROUP),
+// Workgroup memory: 64 * (ROW_QUADS * SLICE * WORKGROUP / LANES + max(KEY_QUADS, VALUE_QUADS) * SLICE * LANES + ROW_QUADS * WORKGROUP),
 // and that of the team part.
 // Options: HEAD_DIM, VALUE_DIM, LANES, ROW_QUADS, KEY_QUADS, VALUE_QUADS = VALUE_WIDTH / LANES (rounded up), SLICE, PLAIN, WORKGROUP, and what an
-// invocation loads of a slice: Q_LOADS, K_LOADS (four rows each), V_LOADS; LANES and WORKGROUP / LANES are powers of two;
-// parts: problem, lengths_*, rows_* as query, keys and values, adjust_*, flash_rows, team_*, store_* as out, finish, sink_*, lse_*.
+// invocation fetches of a slice: Q_LOADS, K_LOADS (four rows each), V_LOADS; LANES, WORKGROUP / LANES and SLICE are powers of two, SLICE at most LANES;
+// parts: problem, lengths_*, rows_* and fetch_* as query, keys and values, adjust_*, flash_rows, team_*, store_* as out, finish, sink_*, lse_*.
 
 const DOWN = WORKGROUP / LANES;                  // invocations below each other
 const ROW_QUADS_ALL = ROW_QUADS * DOWN;
@@ -21,24 +21,11 @@ const TILE_KEYS = 4u * KEY_QUADS_ALL;
 
 var<workgroup> q_tile: array<array<vec4<f32>, SLICE * DOWN>, 4u * ROW_QUADS>;                              // [channel, quad of a lane][vec4, lane]
 var<workgroup> kv_tile: array<array<vec4<f32>, SLICE * LANES>, 4u * max(KEY_QUADS, VALUE_QUADS)>;          // the same; or [key, vec4 of a lane][quad, lane]
-var<workgroup> p_tile: array<array<vec4<f32>, KEY_QUADS * LANES * DOWN>, 4u * ROW_QUADS>;                  // [key, quad of a lane][quad of keys, lane]
+var<workgroup> p_tile: array<array<vec4<f32>, LANES * DOWN>, 4u * ROW_QUADS>;                  // [key, quad of a lane][quad of keys, lane]
 
 fn q_slot(c: u32, down: u32) -> u32 { return c * DOWN + ((down + 2u * c) & (DOWN - 1u)); }
 fn k_slot(c: u32, across: u32) -> u32 { return c * LANES + ((across + 2u * c) & (LANES - 1u)); }
 fn p_slot(quad: u32, down: u32) -> u32 { return quad * DOWN + ((down + quad) & (DOWN - 1u)); }
-fn q_vector(at: u32, c: u32) -> vec4<f32> {
-  if (c >= WIDTH) { return vec4<f32>(); }
-  return query_load(at, c) * query_scale();
-}
-fn k_vector(at: u32, c: u32) -> vec4<f32> {
-  if (c >= WIDTH) { return vec4<f32>(); }
-  return keys_load(at, c);
-}
-fn v_vector(at: u32, c: u32, inside: bool) -> vec4<f32> {
-  if (!inside || c >= VALUE_WIDTH) { return vec4<f32>(); }     // beyond the keys there may be NaN, which a probability of 0 does not hide
-  return values_load(at, c);
-}
-
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>, @builtin(local_invocation_index) index: u32) {
   team_index = index;
@@ -50,6 +37,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   if (first_row >= flash_count()) { return; }
   let k_at = b * params.k_batch + head * params.k_head;
   let v_at = b * params.v_batch + head * params.v_head;
+  let p_at = p_slot(across, down);               // where this lane's probabilities go
   let seen = flash_keys(b, first_row, TILE_ROWS);
   let all_from = first_key(b, (min(first_row + TILE_ROWS, flash_count()) - 1u) / flash_ratio());     // every row sees the keys from here
   let all_to = end_key(b, first_row / flash_ratio());                                                // to here
@@ -69,20 +57,21 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   let q_quad$n = (index + $nu * WORKGROUP) / SLICE;
   //@ unroll r in 0..4
   let q_at$n_$r = flash_query(b, flash_row(b, head, first_row + q_quad$n * 4u + $ru));
-  var q$n_$r = q_vector(q_at$n_$r, q_c$n);
+  var q$n_$r = query_fetch(q_at$n_$r, min(q_c$n, WIDTH - 1u));
   //@ end
   //@ end
   //@ unroll n in 0..K_LOADS
   let k_c$n = (index + $nu * WORKGROUP) % SLICE;
   let k_quad$n = (index + $nu * WORKGROUP) / SLICE;
   //@ unroll r in 0..4
-  var k$n_$r = k_vector(k_at + min(seen.x + k_quad$n * 4u + $ru, last) * params.k_row, k_c$n);
+  var k$n_$r = keys_fetch(k_at + min(seen.x + k_quad$n * 4u + $ru, last) * params.k_row, min(k_c$n, WIDTH - 1u));
   //@ end
   //@ end
   //@ unroll n in 0..V_LOADS
   let v_key$n = (index + $nu * WORKGROUP) / VALUE_QUADS_ALL;
   let v_c$n = (index + $nu * WORKGROUP) % VALUE_QUADS_ALL;
-  var v$n = vec4<f32>();
+  let v_column$n = min(v_c$n, VALUE_WIDTH - 1u);
+  var v$n: values_stored;
   //@ end
   for (var base = seen.x; base < seen.y; base += TILE_KEYS) {
     let count = min(TILE_KEYS, seen.y - base);
@@ -97,16 +86,25 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
       //@ unroll n in 0..Q_LOADS
       if (q_quad$n < ROW_QUADS_ALL) {
         let at = q_slot(q_c$n, q_quad$n % DOWN);
+        let c = min(first + q_c$n, WIDTH - 1u);
+        let scale = select(0.0, query_scale(), first + q_c$n < WIDTH);
+        //@ unroll r in 0..4
+        let x$r = query_decode(q$n_$r, c) * scale;
+        //@ end
         //@ unroll e in 0..4
-        q_tile[$eu * ROW_QUADS + q_quad$n / DOWN][at] = vec4<f32>(q$n_0[$e], q$n_1[$e], q$n_2[$e], q$n_3[$e]);
+        q_tile[$eu * ROW_QUADS + q_quad$n / DOWN][at] = vec4<f32>(x0[$e], x1[$e], x2[$e], x3[$e]);
         //@ end
       }
       //@ end
       //@ unroll n in 0..K_LOADS
       if (k_quad$n < KEY_QUADS_ALL) {
         let at = k_slot(k_c$n, k_quad$n % LANES);
+        let c = min(first + k_c$n, WIDTH - 1u);
+        //@ unroll r in 0..4
+        let x$r = keys_decode(k$n_$r, c);
+        //@ end
         //@ unroll e in 0..4
-        kv_tile[$eu * KEY_QUADS + k_quad$n / LANES][at] = vec4<f32>(k$n_0[$e], k$n_1[$e], k$n_2[$e], k$n_3[$e]);
+        kv_tile[$eu * KEY_QUADS + k_quad$n / LANES][at] = vec4<f32>(x0[$e], x1[$e], x2[$e], x3[$e]);
         //@ end
       }
       //@ end
@@ -115,17 +113,17 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
       if (next < WIDTH) {
         //@ unroll n in 0..Q_LOADS
         //@ unroll r in 0..4
-        q$n_$r = q_vector(q_at$n_$r, next + q_c$n);
+        q$n_$r = query_fetch(q_at$n_$r, min(next + q_c$n, WIDTH - 1u));
         //@ end
         //@ end
         //@ unroll n in 0..K_LOADS
         //@ unroll r in 0..4
-        k$n_$r = k_vector(k_at + min(base + k_quad$n * 4u + $ru, last) * params.k_row, next + k_c$n);
+        k$n_$r = keys_fetch(k_at + min(base + k_quad$n * 4u + $ru, last) * params.k_row, min(next + k_c$n, WIDTH - 1u));
         //@ end
         //@ end
       } else {
         //@ unroll n in 0..V_LOADS
-        v$n = v_vector(v_at + min(base + v_key$n, last) * params.v_row, v_c$n, v_key$n < count);
+        v$n = values_fetch(v_at + min(base + v_key$n, last) * params.v_row, v_column$n);
         //@ end
       }
       for (var c = 0u; c < SLICE; c++) {
@@ -153,49 +151,52 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
     // Scores as vectors of four rows.
     //@ unroll g in 0..KEY_QUADS
-    let p_at$g = p_slot(across + $gu * LANES, down);
     //@ unroll h in 0..ROW_QUADS
     //@ unroll e in 0..4
-    var x$h_$g_$e = vec4<f32>(s$h_0_$g[$e], s$h_1_$g[$e], s$h_2_$g[$e], s$h_3_$g[$e]);
+    var x$g_$h_$e = vec4<f32>(s$h_0_$g[$e], s$h_1_$g[$e], s$h_2_$g[$e], s$h_3_$g[$e]);
     //@ end
     //@ end
     //@ end
     if (!(PLAIN && base >= all_from && base + TILE_KEYS <= all_to)) {          // by way of this lane's part of the memory, to be short
-      //@ unroll g in 0..KEY_QUADS
-      //@ unroll h in 0..ROW_QUADS
-      //@ unroll e in 0..4
-      p_tile[$eu * ROW_QUADS + $hu][p_at$g] = x$h_$g_$e;
-      //@ end
-      //@ end
-      //@ end
-      for (var h = 0u; h < ROW_QUADS; h++) {
-        let row = first_row + (down + h * DOWN) * 4u;
-        //@ unroll r in 0..4
-        let row$r = flash_row(b, head, row + $ru);
-        //@ end
-        for (var n = 0u; n < 4u * KEY_QUADS; n++) {
-          let quad = across + n / 4u * LANES;
-          let j = base + quad * 4u + n % 4u;
-          let slot = p_slot(quad, down);
-          let x = p_tile[n % 4u * ROW_QUADS + h][slot];
-          p_tile[n % 4u * ROW_QUADS + h][slot] =
-            vec4<f32>(flash_score(x.x, b, row0, j), flash_score(x.y, b, row1, j), flash_score(x.z, b, row2, j), flash_score(x.w, b, row3, j));
+      for (var g = 0u; g < KEY_QUADS; g++) {
+        //@ unroll g in 0..KEY_QUADS
+        if (g == $gu) {
+          //@ unroll h in 0..ROW_QUADS
+          //@ unroll e in 0..4
+          p_tile[$eu * ROW_QUADS + $hu][p_at] = x$g_$h_$e;
+          //@ end
+          //@ end
         }
+        //@ end
+        for (var h = 0u; h < ROW_QUADS; h++) {
+          let row = first_row + (down + h * DOWN) * 4u;
+          //@ unroll r in 0..4
+          let row$r = flash_row(b, head, row + $ru);
+          //@ end
+          for (var e = 0u; e < 4u; e++) {
+            let j = base + (across + g * LANES) * 4u + e;
+            let x = p_tile[e * ROW_QUADS + h][p_at];
+            p_tile[e * ROW_QUADS + h][p_at] =
+              vec4<f32>(flash_score(x.x, b, row0, j), flash_score(x.y, b, row1, j), flash_score(x.z, b, row2, j), flash_score(x.w, b, row3, j));
+          }
+        }
+        //@ unroll g in 0..KEY_QUADS
+        if (g == $gu) {
+          //@ unroll h in 0..ROW_QUADS
+          //@ unroll e in 0..4
+          x$g_$h_$e = p_tile[$eu * ROW_QUADS + $hu][p_at];
+          //@ end
+          //@ end
+        }
+        //@ end
       }
-      //@ unroll g in 0..KEY_QUADS
-      //@ unroll h in 0..ROW_QUADS
-      //@ unroll e in 0..4
-      x$h_$g_$e = p_tile[$eu * ROW_QUADS + $hu][p_at$g];
-      //@ end
-      //@ end
-      //@ end
     }
     //@ unroll h in 0..ROW_QUADS
     {
       var high = vec4<f32>(LOWEST);
       //@ unroll g in 0..KEY_QUADS
       //@ unroll e in 0..4
-      high = max(high, x$h_$g_$e);
+      high = max(high, x$g_$h_$e);
       //@ end
       //@ end
       high = max(max$h, team_max4(high));
@@ -203,11 +204,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
       var part = vec4<f32>();
       //@ unroll g in 0..KEY_QUADS
       //@ unroll e in 0..4
-      {
-        let p = select(vec4<f32>(), exp2(x$h_$g_$e - high), x$h_$g_$e > vec4<f32>(LOWEST));
-        part += p;
-        p_tile[$eu * ROW_QUADS + $hu][p_at$g] = p;
-      }
+      x$g_$h_$e = select(vec4<f32>(), exp2(x$g_$h_$e - high), x$g_$h_$e > vec4<f32>(LOWEST));
+      part += x$g_$h_$e;
       //@ end
       //@ end
       max$h = high;
@@ -220,31 +218,44 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
     //@ end
     for (var first = 0u; first < count; first += 4u * SLICE) {
+      if (first % (4u * LANES) == 0u) {
+        //@ unroll g in 0..KEY_QUADS
+        if (first / (4u * LANES) == $gu) {
+          //@ unroll h in 0..ROW_QUADS
+          //@ unroll e in 0..4
+          p_tile[$eu * ROW_QUADS + $hu][p_at] = x$g_$h_$e;
+          //@ end
+          //@ end
+        }
+        //@ end
+      }
       //@ unroll n in 0..V_LOADS
       if (v_key$n < 4u * SLICE) {
-        kv_tile[v_key$n % 4u * VALUE_QUADS + v_c$n / LANES][v_key$n / 4u * LANES + v_c$n % LANES] = v$n;
+        let v = values_decode(v$n, v_column$n);
+        let inside = first + v_key$n < count && v_c$n < VALUE_WIDTH;           // beyond the keys there may be NaN, which a probability of 0 does not hide
+        kv_tile[v_key$n % 4u * VALUE_QUADS + v_c$n / LANES][v_key$n / 4u * LANES + v_c$n % LANES] = select(vec4<f32>(), v, inside);
       }
       //@ end
       workgroupBarrier();
       let next = first + 4u * SLICE;
       if (next < count) {
         //@ unroll n in 0..V_LOADS
-        v$n = v_vector(v_at + min(base + next + v_key$n, last) * params.v_row, v_c$n, next + v_key$n < count);
+        v$n = values_fetch(v_at + min(base + next + v_key$n, last) * params.v_row, v_column$n);
         //@ end
       } else if (base + TILE_KEYS < seen.y) {
         //@ unroll n in 0..Q_LOADS
         //@ unroll r in 0..4
-        q$n_$r = q_vector(q_at$n_$r, q_c$n);
+        q$n_$r = query_fetch(q_at$n_$r, min(q_c$n, WIDTH - 1u));
         //@ end
         //@ end
         //@ unroll n in 0..K_LOADS
         //@ unroll r in 0..4
-        k$n_$r = k_vector(k_at + min(base + TILE_KEYS + k_quad$n * 4u + $ru, last) * params.k_row, k_c$n);
+        k$n_$r = keys_fetch(k_at + min(base + TILE_KEYS + k_quad$n * 4u + $ru, last) * params.k_row, min(k_c$n, WIDTH - 1u));
         //@ end
         //@ end
       }
       for (var quad = 0u; quad < SLICE; quad++) {
-        let p_at = p_slot(first / 4u + quad, down);
+        let p_at = p_slot((first / 4u + quad) % LANES, down);
         let v_at = quad * LANES + across;
         //@ unroll e in 0..4
         {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..gpu import DeviceProfile, Recording, power_of_two
+from ..gpu import DeviceProfile, Part, Recording, power_of_two
 from . import problem as common
+from .kv_format import kv_format
 from .problem import Operands, Problem
 
 
@@ -47,7 +48,7 @@ class FlashTileShape:
         """Slices of queries, and of keys or values; probabilities; what the team part has."""
         values = max(self.key_quads, self.value_quads(problem)) * self.slice * self.lanes
         team = {"team_workgroup": self.workgroup, "team_subgroups": self.workgroup // max(1, profile.subgroup_size)}
-        own = 64 * (self.row_quads * self.slice * self.down + values + self.row_quads * self.key_quads * self.workgroup)
+        own = 64 * (self.row_quads * self.slice * self.down + values + self.row_quads * self.workgroup)
         return own + 16 * team.get(profile.team_part(self.lanes), 0)
 
     def fits(self, profile: DeviceProfile, problem: Problem) -> bool:
@@ -98,12 +99,21 @@ def record(recording: Recording, problem: Problem, operands: Operands, shape: Fl
         common.add(recording, kernel, sizes, problem, operands, label="attention", operations=operations, first_group=first)
 
 
+def _fetch_part(problem: Problem, name: str) -> Part:
+    """What fetches rows of "query", "keys" or "values" as they are stored, and decodes them later; beside `rows_part`."""
+    stored = kv_format(problem.dtype if name == "query" else problem.kv_dtype)
+    dim = problem.value_dim if name == "values" else problem.head_dim
+    if stored.quantised:
+        return Part.of(f"parts/fetch_{stored.name}", name=name, scales=f"params.{name[0]}_scales")
+    return Part.of("parts/fetch_f16" if stored.name == "f16" and dim % 4 == 0 else "parts/fetch_plain", name=name)
+
+
 def _record_tiles(recording: Recording, problem: Problem, operands: Operands, shape: FlashTileShape) -> None:
     profile, values = recording.device.profile, shape.value_quads(problem)
     kernel = recording.device.kernel(
         "attention/flash_tile",
         *common.base_parts(problem),
-        *(common.rows_part(problem, name) for name in ("query", "keys", "values")),
+        *(part for name in ("query", "keys", "values") for part in (common.rows_part(problem, name), _fetch_part(problem, name))),
         *common.score_parts(problem),
         "attention/parts/flash_rows",
         profile.team_part(shape.lanes),
