@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from .guard import Guard, Usable
 from .kernel import Kernel
 from .limits import lowered, stricter
 from .profile import DeviceProfile, describe_limits, measure_subgroup_size
-from .shader import Option, Part, assemble
+from .shader import Option, Part, Source, assemble
 from .staging import Staging
 from .tensor import Store, Tensor
 
@@ -135,8 +135,11 @@ class Device(Usable, Store):
         """The kernel made of a main file and parts with these options (see `shader.assemble`), compiled once a device."""
         key = (main, parts, tuple((k, type(v), v) for k, v in sorted(options.items())))  # 1, 1.0 and True are equal, but not in WGSL
         if key not in self._kernels:
-            self._kernels.setdefault(key, Kernel(self, assemble(main, parts, options, self.backend.directives)))
+            self._kernels.setdefault(key, self._made_kernel(key, lambda: assemble(main, parts, options, self.backend.directives)))
         return self._kernels[key]
+
+    def _made_kernel(self, key: tuple, source: Callable[[], Source]) -> Kernel:
+        return Kernel(self, source())
 
     def wait(self) -> None:
         """Return when all submitted work is done."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,7 +12,7 @@ from ..errors import CapacityError
 from .device import Device
 from .kernel import Kernel
 from .profile import DeviceProfile
-from .shader import Option, Part, Source, assemble
+from .shader import Source
 
 _MIB = 1 << 20
 
@@ -54,6 +54,7 @@ class PaperDevice(Device):
         self.profile, self.lowered, self.checked = profile, {}, False
         self.gpu = self.api = self.adapter = _Inert()
         self.backend = _Inert()
+        self.backend.directives = {}  # no compiler wants any
         self._kernels, self._uniforms = {}, {}
 
     @property
@@ -81,13 +82,10 @@ class PaperDevice(Device):
     def sources(self) -> list[Source]:
         return [kernel.source for kernel in self._kernels.values()]
 
-    def kernel(self, main: str, *parts: str | Part, **options: Option) -> Kernel:
-        key = (main, parts, tuple((k, type(v), v) for k, v in sorted(options.items())))
-        if key not in self._kernels:
-            if key not in self._known:
-                self._known[key] = assemble(main, parts, options)
-            self._kernels[key] = _PaperKernel(self, self._known[key])
-        return self._kernels[key]
+    def _made_kernel(self, key: tuple, source: Callable[[], Source]) -> Kernel:
+        if key not in self._known:
+            self._known[key] = source()
+        return _PaperKernel(self, self._known[key])
 
 
 class _PaperKernel(Kernel):
