@@ -12,7 +12,7 @@ from tests.block.layers import random_matrix, rows
 from tests.helpers import assert_close, assert_untouched, nmse, poison
 from wgattn import ArgumentError, CapacityError, QuantizedTensor, Rope, ShapeError, Unsupported, block, reference
 from wgattn.attention.kv_cache import KVCache
-from wgattn.block import header
+from wgattn.block import header, header_projections
 from wgattn.gpu import Device, Tensor
 
 JUNK = np.float32(1e30)
@@ -482,10 +482,15 @@ def test_outproj_scratch_is_what_is_allocated(device: Device, rng, monkeypatch):
     given, _ = outproj_case(rng, 50, 64, 4, 12, 16, 40, 64, ("F32", "F32", "F32"))
     for tokens in (1, 70):
         made: list[int] = []
-        original = header.allocate
-        monkeypatch.setattr(header, "allocate", lambda d, shapes, o=original, m=made: (m.extend(4 * r * c for r, c in shapes.values()), o(d, shapes))[1])
-        block.outproj_mlp_prefill(np.ones((4, tokens, 16)), np.ones((tokens, 64)), embed_dim=50, **given)
-        monkeypatch.setattr(header, "allocate", original)
+        original = header_projections.allocate
+
+        def counted(device: Device, shapes: Any, made: list[int] = made, original: Any = original) -> Any:
+            made.extend(4 * rows * columns for rows, columns in shapes.values())
+            return original(device, shapes)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(header_projections, "allocate", counted)
+            block.outproj_mlp_prefill(np.ones((4, tokens, 16)), np.ones((tokens, 64)), embed_dim=50, **given)
         assert sum(made) == block.outproj_mlp_scratch_size(tokens, 64, 4, 16, 64, profile=device.profile)
 
 
