@@ -100,7 +100,7 @@ class Compiler:
 
     def _fits(self, source: Source) -> bool:
         storage = sum(kind != "uniform" for _, kind in source.buffers)
-        return source.workgroup_size <= self.invocations and source.workgroup_bytes <= self.memory and storage <= self.buffers
+        return source.workgroup_size <= self.invocations and source.workgroup_storage <= self.memory and storage <= self.buffers
 
     def compile(self, source: Source, pipeline: bool = True) -> str | None:
         """What the compiler says against it, or None."""

@@ -126,7 +126,7 @@ def test_what_a_path_says_it_can_run_fits_the_device(own_device, monkeypatch, pr
         for kernel in made:
             assert profile.f16 or "f16" not in kernel.source.features
             assert profile.subgroup_size or "subgroup" not in kernel.source.features
-            assert kernel.source.workgroup_bytes <= profile.workgroup_memory
+            assert kernel.source.workgroup_storage <= profile.workgroup_memory
         assert packs_output(problem) == (name == "odd")
 
 

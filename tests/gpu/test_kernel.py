@@ -147,13 +147,17 @@ def test_a_number_that_does_not_fit_its_parameter_is_refused(device_here):
 
 
 def test_workgroup_memory_beyond_the_limit_is_refused_before_any_gpu_call(device_here, calls):
-    device = device_here(big="// Big.\nvar<workgroup> a: array<f32, SIZE>;\n" + NOTHING)
+    big = "// Big.\nvar<workgroup> a: array<f32, SIZE>;\n"
+    device = device_here(big=big + NOTHING, two=big + "var<workgroup> b: u32;\n" + NOTHING)
     limit = device.profile.workgroup_memory
     calls.clear()
-    with pytest.raises(CapacityError, match=f"big needs {limit + 4} bytes of workgroup memory; .* {limit}"):
+    with pytest.raises(CapacityError, match=f"big needs {limit + 16} bytes of workgroup memory; .* {limit}"):
         device.kernel("big", SIZE=limit // 4 + 1)
+    with pytest.raises(CapacityError, match=f"two needs {limit + 16} bytes of workgroup memory; .* {limit}"):
+        device.kernel("two", SIZE=limit // 4 - 1)  # 4 bytes of b, which count as 16
     assert not calls
     assert device.kernel("big", SIZE=limit // 4).pipeline
+    assert device.kernel("two", SIZE=limit // 4 - 4).pipeline
 
 
 def test_a_workgroup_beyond_the_limit_is_refused_before_any_gpu_call(device_here, calls):

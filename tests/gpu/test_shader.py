@@ -251,6 +251,12 @@ def test_workgroup_memory_follows_the_options(write_shader):
     assert ready(write_shader, text, LANES=4, DIM=128, W=256).workgroup_bytes == 16 * 64 * 32 + 4 * 256
 
 
+def test_each_workgroup_variable_counts_in_sixteens(write_shader):
+    """As in Dawn, which compares the sum of these with the device's limit."""
+    source = ready(write_shader, body("", "var<workgroup> a: u32;\nvar<workgroup> b: array<vec4<f32>, 2>;\nvar<workgroup> c: array<f16, 9>;"))
+    assert (source.workgroup_bytes, source.workgroup_storage) == (4 + 32 + 18, 16 + 32 + 32)
+
+
 def test_workgroup_memory_of_every_part_counts(write_shader):
     write_shader("kernel", body("", "var<workgroup> a: array<f32, 8>;"))
     write_shader("parts/more", "var<workgroup> b: array<u32, 4>;\n")

@@ -25,8 +25,8 @@ class Kernel:
 
     def _check_limits(self) -> None:
         profile, source = self.device.profile, self.source
-        if source.workgroup_bytes > profile.workgroup_memory:  # drivers accept this and then misbehave
-            raise CapacityError(f"{source.name} needs {source.workgroup_bytes} bytes of workgroup memory; {profile.name} has {profile.workgroup_memory}.")
+        if source.workgroup_storage > profile.workgroup_memory:  # drivers accept this and then misbehave
+            raise CapacityError(f"{source.name} needs {source.workgroup_storage} bytes of workgroup memory; {profile.name} has {profile.workgroup_memory}.")
         if source.workgroup_size > profile.max_invocations:
             raise CapacityError(f"{source.name} needs workgroups of {source.workgroup_size}; {profile.name} allows {profile.max_invocations}.")
         storage = sum(kind != "uniform" for _, kind in source.buffers)

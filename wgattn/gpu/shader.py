@@ -74,6 +74,9 @@ class Source:
     """Layout of `struct Params`, or None."""
     workgroup_size: int
     workgroup_bytes: int
+    """Of all workgroup variables."""
+    workgroup_storage: int = 0
+    """The same as WebGPU counts it against a device's limit: each variable rounded up to 16 bytes."""
     features: frozenset[str] = field(default_factory=frozenset)
     """Of "f16", "subgroup", "matrix" (matrix units): what the text needs from the device."""
     parts: tuple[str, ...] = ()
@@ -122,6 +125,7 @@ def assemble(main: str, parts: tuple[str | Part, ...] = (), options: Mapping[str
     text = _header(features, directives or {}) + prelude + _BUFFER.sub(number, body)
     values = _values(code, options, declared)
     struct = _STRUCT.search(code)
+    sizes = [_bytes(t, values) for t in _WORKGROUP.findall(code)]
     return Source(
         name=main,
         text=text,
@@ -129,7 +133,8 @@ def assemble(main: str, parts: tuple[str | Part, ...] = (), options: Mapping[str
         overrides={k: float(options[k]) for k in options if k in declared},
         params=np.dtype([(n, _SCALARS[t]) for n, t in _MEMBER.findall(struct[1])]) if struct else None,
         workgroup_size=int(np.prod([evaluate(e, values) for e in _WORKGROUP_SIZE.search(code)[1].split(",")])),
-        workgroup_bytes=sum(_bytes(t, values) for t in _WORKGROUP.findall(code)),
+        workgroup_bytes=sum(sizes),
+        workgroup_storage=sum(-(-size // 16) * 16 for size in sizes),
         features=features,
         parts=tuple(p if isinstance(p, str) else p.path for p in parts),
         options=options,
