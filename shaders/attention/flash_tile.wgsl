@@ -2,14 +2,16 @@
 // A workgroup computes TILE_ROWS rows, as flash_rows numbers them, and walks over the keys that any of them sees, TILE_KEYS at a time.
 // LANES invocations share a row; an invocation has 4 * ROW_QUADS rows, for which it computes the scores of 4 * KEY_QUADS keys of a tile and VALUE_QUADS
 // vec4s of the outputs. Queries, keys and values go through workgroup memory, SLICE vec4s of the rows of a tile or 4 * SLICE values at a time, and the
-// next slice is fetched into registers while one is multiplied; probabilities go through workgroup memory, 4 * LANES keys at a time.
+// next slice is fetched into registers while one is multiplied; probabilities go through workgroup memory, those of
+// 4 * P_QUADS keys at a time.
 // FlashAttention (Dao et al. 2022), online softmax (Milakov and Gimelshein 2018). Scores are in log2 units.
 // In workgroup memory numbers lie in fours that the arithmetic takes at once: of queries and keys a channel of four rows, of probabilities four rows
 // of a key. The outer index is constant where it matters, so that one check of bounds serves many loads; orders are rotated so that lanes share no bank.
-// Workgroup memory: 64 * (ROW_QUADS * SLICE * WORKGROUP / LANES + max(KEY_QUADS, VALUE_QUADS) * SLICE * LANES + ROW_QUADS * WORKGROUP),
+// Workgroup memory: 64 * (ROW_QUADS * SLICE * WORKGROUP / LANES + max(KEY_QUADS, VALUE_QUADS) * SLICE * LANES + ROW_QUADS * P_QUADS * WORKGROUP / LANES),
 // and that of the team part.
-// Options: HEAD_DIM, VALUE_DIM, LANES, ROW_QUADS, KEY_QUADS, VALUE_QUADS = VALUE_WIDTH / LANES (rounded up), SLICE, PLAIN, WORKGROUP, and what an
-// invocation fetches of a slice: Q_LOADS, K_LOADS (four rows each), V_LOADS; LANES, WORKGROUP / LANES and SLICE are powers of two, SLICE at most LANES;
+// Options: HEAD_DIM, VALUE_DIM, LANES, ROW_QUADS, KEY_QUADS, VALUE_QUADS = VALUE_WIDTH / LANES (rounded up), SLICE, P_QUADS, UNROLL, PLAIN,
+// WORKGROUP, and what an invocation fetches of a slice: Q_LOADS, K_LOADS (four rows each), V_LOADS; LANES, WORKGROUP / LANES, UNROLL <= SLICE <=
+// P_QUADS <= LANES are powers of two;
 // parts: problem, lengths_*, rows_* and fetch_* as query, keys and values, adjust_*, flash_rows, team_*, store_* as out, finish, sink_*, lse_*.
 
 const DOWN = WORKGROUP / LANES;                  // invocations below each other
@@ -21,7 +23,7 @@ const TILE_KEYS = 4u * KEY_QUADS_ALL;
 
 var<workgroup> q_tile: array<array<vec4<f32>, SLICE * DOWN>, 4u * ROW_QUADS>;                              // [channel, quad of a lane][vec4, lane]
 var<workgroup> kv_tile: array<array<vec4<f32>, SLICE * LANES>, 4u * max(KEY_QUADS, VALUE_QUADS)>;          // the same; or [key, vec4 of a lane][quad, lane]
-var<workgroup> p_tile: array<array<vec4<f32>, LANES * DOWN>, 4u * ROW_QUADS>;                  // [key, quad of a lane][quad of keys, lane]
+var<workgroup> p_tile: array<array<vec4<f32>, P_QUADS * DOWN>, 4u * ROW_QUADS>;                  // [key, quad of a lane][quad of keys, lane]
 
 fn q_slot(c: u32, down: u32) -> u32 { return c * DOWN + ((down + 2u * c) & (DOWN - 1u)); }
 fn k_slot(c: u32, across: u32) -> u32 { return c * LANES + ((across + 2u * c) & (LANES - 1u)); }
@@ -37,7 +39,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   if (first_row >= flash_count()) { return; }
   let k_at = b * params.k_batch + head * params.k_head;
   let v_at = b * params.v_batch + head * params.v_head;
-  let p_at = p_slot(across, down);               // where this lane's probabilities go
+  let p_at = p_slot(across % P_QUADS, down);     // where this lane's probabilities go
   let seen = flash_keys(b, first_row, TILE_ROWS);
   let all_from = first_key(b, (min(first_row + TILE_ROWS, flash_count()) - 1u) / flash_ratio());     // every row sees the keys from here
   let all_to = end_key(b, first_row / flash_ratio());                                                // to here
@@ -53,8 +55,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   //@ end
   // What this invocation brings of a slice, and the first of it.
   //@ unroll n in 0..Q_LOADS
-  let q_c$n = (index + $nu * WORKGROUP) % SLICE;
-  let q_quad$n = (index + $nu * WORKGROUP) / SLICE;
+  let q_c$n = ($nu * WORKGROUP + WORKGROUP - 1u - index) % SLICE;             // from the end: where few bring queries, others bring keys
+  let q_quad$n = ($nu * WORKGROUP + WORKGROUP - 1u - index) / SLICE;
   //@ unroll r in 0..4
   let q_at$n_$r = flash_query(b, flash_row(b, head, first_row + q_quad$n * 4u + $ru));
   var q$n_$r = query_fetch(q_at$n_$r, min(q_c$n, WIDTH - 1u));
@@ -126,21 +128,25 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         v$n = values_fetch(v_at + min(base + v_key$n, last) * params.v_row, v_column$n);
         //@ end
       }
-      for (var c = 0u; c < SLICE; c++) {
-        let q_at = q_slot(c, down);
-        let k_at = k_slot(c, across);
-        //@ unroll e in 0..4
+      for (var c0 = 0u; c0 < SLICE; c0 += UNROLL) {
+        //@ unroll c in 0..UNROLL
         {
-          //@ unroll g in 0..KEY_QUADS
-          let k$g = kv_tile[$eu * KEY_QUADS + $gu][k_at];
-          //@ end
-          //@ unroll h in 0..ROW_QUADS
+          let q_at = q_slot(c0 + $cu, down);
+          let k_at = k_slot(c0 + $cu, across);
+          //@ unroll e in 0..4
           {
-            let q = q_tile[$eu * ROW_QUADS + $hu][q_at];
-            //@ unroll r in 0..4
             //@ unroll g in 0..KEY_QUADS
-            s$h_$r_$g = fma(vec4<f32>(q[$r]), k$g, s$h_$r_$g);
+            let k$g = kv_tile[$eu * KEY_QUADS + $gu][k_at];
             //@ end
+            //@ unroll h in 0..ROW_QUADS
+            {
+              let q = q_tile[$eu * ROW_QUADS + $hu][q_at];
+              //@ unroll r in 0..4
+              //@ unroll g in 0..KEY_QUADS
+              s$h_$r_$g = fma(vec4<f32>(q[$r]), k$g, s$h_$r_$g);
+              //@ end
+              //@ end
+            }
             //@ end
           }
           //@ end
@@ -158,9 +164,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     //@ end
     //@ end
     if (!(PLAIN && base >= all_from && base + TILE_KEYS <= all_to)) {          // by way of this lane's part of the memory, to be short
-      for (var g = 0u; g < KEY_QUADS; g++) {
+      for (var part = 0u; part < KEY_QUADS * LANES / P_QUADS; part++) {
         //@ unroll g in 0..KEY_QUADS
-        if (g == $gu) {
+        if (part == (across + $gu * LANES) / P_QUADS) {
           //@ unroll h in 0..ROW_QUADS
           //@ unroll e in 0..4
           p_tile[$eu * ROW_QUADS + $hu][p_at] = x$g_$h_$e;
@@ -168,20 +174,22 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
           //@ end
         }
         //@ end
-        for (var h = 0u; h < ROW_QUADS; h++) {
-          let row = first_row + (down + h * DOWN) * 4u;
-          //@ unroll r in 0..4
-          let row$r = flash_row(b, head, row + $ru);
-          //@ end
-          for (var e = 0u; e < 4u; e++) {
-            let j = base + (across + g * LANES) * 4u + e;
-            let x = p_tile[e * ROW_QUADS + h][p_at];
-            p_tile[e * ROW_QUADS + h][p_at] =
-              vec4<f32>(flash_score(x.x, b, row0, j), flash_score(x.y, b, row1, j), flash_score(x.z, b, row2, j), flash_score(x.w, b, row3, j));
+        if (part % (LANES / P_QUADS) == across / P_QUADS) {
+          for (var h = 0u; h < ROW_QUADS; h++) {
+            let row = first_row + (down + h * DOWN) * 4u;
+            //@ unroll r in 0..4
+            let row$r = flash_row(b, head, row + $ru);
+            //@ end
+            for (var e = 0u; e < 4u; e++) {
+              let j = base + (part * P_QUADS + across % P_QUADS) * 4u + e;
+              let x = p_tile[e * ROW_QUADS + h][p_at];
+              p_tile[e * ROW_QUADS + h][p_at] =
+                vec4<f32>(flash_score(x.x, b, row0, j), flash_score(x.y, b, row1, j), flash_score(x.z, b, row2, j), flash_score(x.w, b, row3, j));
+            }
           }
         }
         //@ unroll g in 0..KEY_QUADS
-        if (g == $gu) {
+        if (part == (across + $gu * LANES) / P_QUADS) {
           //@ unroll h in 0..ROW_QUADS
           //@ unroll e in 0..4
           x$g_$h_$e = p_tile[$eu * ROW_QUADS + $hu][p_at];
@@ -189,6 +197,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
           //@ end
         }
         //@ end
+        if (P_QUADS < LANES) { workgroupBarrier(); }
       }
     }
     //@ unroll h in 0..ROW_QUADS
@@ -218,9 +227,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
     //@ end
     for (var first = 0u; first < count; first += 4u * SLICE) {
-      if (first % (4u * LANES) == 0u) {
+      if (first % (4u * P_QUADS) == 0u) {
         //@ unroll g in 0..KEY_QUADS
-        if (first / (4u * LANES) == $gu) {
+        if (first / (4u * P_QUADS) == (across + $gu * LANES) / P_QUADS) {
           //@ unroll h in 0..ROW_QUADS
           //@ unroll e in 0..4
           p_tile[$eu * ROW_QUADS + $hu][p_at] = x$g_$h_$e;
@@ -254,21 +263,25 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         //@ end
         //@ end
       }
-      for (var quad = 0u; quad < SLICE; quad++) {
-        let p_at = p_slot((first / 4u + quad) % LANES, down);
-        let v_at = quad * LANES + across;
-        //@ unroll e in 0..4
+      for (var quad0 = 0u; quad0 < SLICE; quad0 += UNROLL) {
+        //@ unroll c in 0..UNROLL
         {
-          //@ unroll s in 0..VALUE_QUADS
-          let v$s = kv_tile[$eu * VALUE_QUADS + $su][v_at];
-          //@ end
-          //@ unroll h in 0..ROW_QUADS
+          let p_at = p_slot((first / 4u + quad0 + $cu) % P_QUADS, down);
+          let v_at = (quad0 + $cu) * LANES + across;
+          //@ unroll e in 0..4
           {
-            let p = p_tile[$eu * ROW_QUADS + $hu][p_at];
-            //@ unroll r in 0..4
             //@ unroll s in 0..VALUE_QUADS
-            o$h_$r_$s = fma(vec4<f32>(p[$r]), v$s, o$h_$r_$s);
+            let v$s = kv_tile[$eu * VALUE_QUADS + $su][v_at];
             //@ end
+            //@ unroll h in 0..ROW_QUADS
+            {
+              let p = p_tile[$eu * ROW_QUADS + $hu][p_at];
+              //@ unroll r in 0..4
+              //@ unroll s in 0..VALUE_QUADS
+              o$h_$r_$s = fma(vec4<f32>(p[$r]), v$s, o$h_$r_$s);
+              //@ end
+              //@ end
+            }
             //@ end
           }
           //@ end

@@ -21,15 +21,21 @@ class FlashShape:
     workgroup: int
 
 
+_UNROLL = 4
+"""vec4s of a row that the text takes at once; all of 8 are too much text for a GPU's instruction cache."""
+
+
 @dataclass(frozen=True)
 class FlashTileShape:
     """`attention/flash_tile.wgsl`: `lanes` invocations share a row. Each computes 4 * row_quads rows, of a tile's scores 4 * key_quads columns, and
-    of the outputs every `lanes`-th vec4. `slice` vec4s of the rows of queries and keys are in workgroup memory at a time, or 4 * slice values."""
+    of the outputs every `lanes`-th vec4. `slice` vec4s of the rows of queries and keys are in workgroup memory at a time, or 4 * slice values,
+    and the probabilities of 4 * p_quads keys."""
 
     lanes: int
     row_quads: int
     key_quads: int
     slice: int
+    p_quads: int
     workgroup: int
 
     @property
@@ -48,7 +54,7 @@ class FlashTileShape:
         """Slices of queries, and of keys or values; probabilities; what the team part has."""
         values = max(self.key_quads, self.value_quads(problem)) * self.slice * self.lanes
         team = {"team_workgroup": self.workgroup, "team_subgroups": self.workgroup // max(1, profile.subgroup_size)}
-        own = 64 * (self.row_quads * self.slice * self.down + values + self.row_quads * self.workgroup)
+        own = 64 * (self.row_quads * self.slice * self.down + values + self.row_quads * self.p_quads * self.down)
         return own + 16 * team.get(profile.team_part(self.lanes), 0)
 
     def fits(self, profile: DeviceProfile, problem: Problem) -> bool:
@@ -124,6 +130,8 @@ def _record_tiles(recording: Recording, problem: Problem, operands: Operands, sh
         KEY_QUADS=shape.key_quads,
         VALUE_QUADS=values,
         SLICE=shape.slice,
+        P_QUADS=shape.p_quads,
+        UNROLL=min(_UNROLL, shape.slice),
         Q_LOADS=math.ceil(shape.row_quads * shape.slice / shape.lanes),
         K_LOADS=math.ceil(shape.key_quads * shape.slice / shape.down),
         V_LOADS=math.ceil(4 * values * shape.slice / shape.down),
