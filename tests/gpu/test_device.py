@@ -1,5 +1,6 @@
 """Choosing an adapter, limits, moving arrays, and what is measured about a device."""
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -7,8 +8,10 @@ import pytest
 
 import wgattn
 from tests.helpers import POISON
+from wgattn.attention.paths import PATHS
+from wgattn.attention.problem import Operands, Problem, Rows
 from wgattn.errors import ArgumentError, CapacityError, DeviceError, ShapeError, Unsupported
-from wgattn.gpu import Device, Recording, webgpu
+from wgattn.gpu import Device, Readback, Recording, webgpu
 from wgattn.gpu.profile import measure_subgroup_size
 
 # ---- which adapter, which backend
@@ -273,6 +276,30 @@ def test_uniforms_of_equal_bytes_are_one(device: Device):
     assert device.uniform(data[::-1]) is not one
     assert device.read(one, np.float32, 4).tobytes() == data
     assert device.read(device.uniform(data[::-1]), np.uint8, 16).tobytes() == data[::-1]
+
+
+def test_a_read_waits_for_its_own_work_only(device: Device, rng):
+    """What was submitted behind it may take long."""
+    first, x = device.tensor(np.arange(8, dtype=np.uint32)), rng.standard_normal((1, 8, 1024, 64)).astype(np.float32)
+    readback, long = Readback(first), recording_of(device, x)
+    long.replay()
+    device.wait()
+    begin = time.perf_counter()
+    with device.commands() as encoder:
+        readback.encode(encoder)
+    long.replay(times=4)
+    assert readback.numpy().tolist() == list(range(8))
+    early = time.perf_counter() - begin
+    device.wait()
+    assert early < 0.5 * (time.perf_counter() - begin)
+
+
+def recording_of(device: Device, x: np.ndarray) -> Recording:
+    """Attention of x over itself, which takes a while."""
+    problem = Problem(*x.shape[:2], x.shape[1], x.shape[2], x.shape[2], x.shape[3], x.shape[3], x.shape[3] ** -0.5)
+    recording, tensors = Recording(device), [device.tensor(x) for _ in range(4)]
+    PATHS["flash"].record(recording, problem, Operands(*(Rows.of(t, "bhsd") for t in tensors)))
+    return recording
 
 
 def test_wait_returns_when_the_work_is_done(device: Device):

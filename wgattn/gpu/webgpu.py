@@ -10,7 +10,8 @@ import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -65,7 +66,29 @@ class Backend:
         return list(self.api.gpu.enumerate_adapters_sync())
 
     def request_device(self, adapter: Any, features: Iterable[str], limits: Mapping[str, int], checked: bool) -> Any:
-        return adapter.request_device_sync(required_features=list(features), required_limits=dict(limits))
+        gpu = adapter.request_device_sync(required_features=list(features), required_limits=dict(limits))
+        poller = getattr(gpu, "_poller", None)
+        if hasattr(poller, "_poll_func"):  # of wgpu-py 0.32; without it all works, but steps do not overlap
+            poller._poll_func = self._patient_poll(gpu._internal)
+        return gpu
+
+    def _patient_poll(self, handle: Any) -> Callable[[bool], None]:
+        """What the thread of wgpu-py's calls until promises are kept: looks, and sleeps an eighth of the time that it has waited.
+
+        Its own call blocks until all that was submitted is done, and others can submit nothing meanwhile: what a block of steps left could only be
+        read when the block behind it was done as well, and the device had nothing to do while the next was encoded.
+        """
+        native, started = self._native, 0.0
+
+        def poll(again: bool) -> None:
+            nonlocal started
+            native.libf.wgpuDevicePoll(handle, False, native.ffi.NULL)
+            if not again:
+                started = time.perf_counter()
+            else:
+                time.sleep(min(max((time.perf_counter() - started) / 8, 2e-5), 1e-3))
+
+        return poll
 
     def create_module(self, device: Any, text: str, label: str, checked: bool) -> Any:
         """Compile WGSL. Unless `checked`, without loop bounding (up to 14 times slower on real GPUs); bounds checks always stay on."""
