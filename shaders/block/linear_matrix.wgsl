@@ -5,7 +5,7 @@
 // Workgroup memory: max(2 * (STEP + 8) * (TILE_TOKENS + TILE_ROWS), 64 * SUB_ROWS * WORKGROUP / SUBGROUP): rows of tiles are STEP + 8 halves, so that
 // lanes share no bank; at the end 16 x SUB_ROWS floats a subgroup.
 // Options: TILE_TOKENS, TILE_ROWS, SUB_TOKENS, SUB_ROWS, TOKEN_MATRICES = SUB_TOKENS / 16, ROW_MATRICES = SUB_ROWS / 16, STEP, STEP_CHUNKS = STEP / 16,
-// W_LOADS = STEP_CHUNKS * TILE_ROWS / WORKGROUP, X_LOADS = STEP / 8 * TILE_TOKENS / WORKGROUP, WORKGROUP, SUBGROUP, MEMORY, ROWS = 4, PAIRS = 2, QUADS = 1, COLUMNS = 0;
+// W_LOADS = STEP_CHUNKS * TILE_ROWS / WORKGROUP, X_LOADS = STEP / 8 * TILE_TOKENS / WORKGROUP, WORKGROUP, SUBGROUP, MEMORY, ROWS = 4, PAIRS = 2, QUADS = 1;
 // parts: step, weights_* or codes_* and scales_*, halves_*, bias_*, token_each, heads_plain, output_*, end_none or cache_store_*.
 
 struct Params { columns: u32, rows: u32, x_stride: u32, y_stride: u32, first_row: u32, eps: f32 }

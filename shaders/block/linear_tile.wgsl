@@ -1,25 +1,30 @@
 // y = epilogue(W . norm(x)) for many tokens: tiles of W and x go through workgroup memory.        reference.linear, rms_norm, swiglu, apply_rope
-// A workgroup computes TILE_ROWS rows for TILE_TOKENS tokens, an invocation 4 * QUADS_EACH rows (in fours) for TOKENS_EACH tokens.
-// W is dequantised once a tile. Rows of a tile are 8 vec4s long and their order is swizzled so that neither writes nor reads share a bank.
-// Workgroup memory: 128 * (TILE_ROWS + TILE_TOKENS) + 4 * WORKGROUP.
-// Options: TILE_ROWS, TILE_TOKENS, QUADS_EACH, TOKENS_EACH, ROWS = 4, QUADS = 1, PAIRS = 2, W_LOADS = 2 * TILE_ROWS / WORKGROUP (rounded up),
-// X_LOADS = 8 * TILE_TOKENS / WORKGROUP, WORKGROUP = TILE_ROWS / (4 * QUADS_EACH) * TILE_TOKENS / TOKENS_EACH, a multiple of TILE_TOKENS;
+// A workgroup computes TILE_ROWS rows for TILE_TOKENS tokens, an invocation 4 * ROW_QUADS rows for 4 * TOKEN_QUADS tokens, both in fours.
+// W is dequantised once a tile. A column of a tile is contiguous, so that a load gives four rows or tokens and each meets each. Within a column
+// fours are swizzled by the column, or writes of several columns of one row or token would share banks. Neighbouring invocations read in pairs
+// what is the same, which halves the time of a load of 16 bytes on GPUs with subgroups of 32.
+// Workgroup memory: 4 * STEP * (TILE_ROWS + TILE_TOKENS).
+// Options: TILE_ROWS, TILE_TOKENS, ROW_QUADS, TOKEN_QUADS, STEP, ROWS = 4, QUADS = 1, PAIRS = 2, W_LOADS = TILE_ROWS * STEP / 16 / WORKGROUP,
+// X_LOADS = TILE_TOKENS * STEP / 4 / WORKGROUP, WORKGROUP = ACROSS * TILE_TOKENS / (4 * TOKEN_QUADS), a multiple of 32, ACROSS of 8;
 // parts: step, weights_* or codes_* and scales_*, norm_*, bias_*, token_*, heads_plain, output_*, end_none or cache_store_*.
 
 struct Params { columns: u32, rows: u32, x_stride: u32, y_stride: u32, first_row: u32, eps: f32 }
 
-const ACROSS = TILE_ROWS / (4u * QUADS_EACH);    // invocations side by side along the rows
+const ACROSS = TILE_ROWS / (4u * ROW_QUADS);     // invocations side by side along the rows
+const DOWN = TILE_TOKENS / (4u * TOKEN_QUADS);
+const STEP_CHUNKS = STEP / 16u;
+const STEP_QUADS = STEP / 4u;
+const W_SWIZZLE = 8u / STEP_CHUNKS;
+const X_SWIZZLE = 8u / STEP_QUADS;
 
 var<uniform> params: Params;                     // rows: of this piece of W, whose row 0 is row first_row of the whole
 var<storage, read> x: array<vec4<f32>>;          // (tokens, x_stride) f32; columns beyond `columns` are 0
 
-var<workgroup> w_tile: array<vec4<f32>, TILE_ROWS * 8u>;
-var<workgroup> x_tile: array<vec4<f32>, TILE_TOKENS * 8u>;
-var<workgroup> square_sums: array<f32, WORKGROUP>;
+// An index that is constant needs no bounds check, and one that does not depend on the column is checked once.
+var<workgroup> w_tile: array<array<vec4<f32>, TILE_ROWS / 4u>, STEP>;
+var<workgroup> x_tile: array<array<vec4<f32>, TILE_TOKENS / 4u>, STEP>;
 
 fn team_add(value: f32) -> f32 { return value; }     // norm_scale gets sums that are complete
-fn w_slot(row: u32, c: u32) -> u32 { return row * 8u + (c ^ ((row / 4u + 2u * row) & 7u)); }
-fn x_slot(token: u32, c: u32) -> u32 { return token * 8u + (c ^ (token & 7u)); }
 
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>, @builtin(local_invocation_index) index: u32) {
@@ -27,102 +32,122 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   if (first_token >= step.count) { return; }                                  // the chunk's unused end
   let first_row = (group.x + group.y * groups.x) * TILE_ROWS;
   let last_token = step.count - 1u;
-  let across = index % ACROSS;
-  let down = index / ACROSS;
-  let x_token = index % TILE_TOKENS;
-  let x_at = input_token(min(first_token + x_token, last_token)) * (params.x_stride / 4u);
-  var squares = 0.0;
-  //@ unroll t in 0..TOKENS_EACH
-  //@ unroll q in 0..QUADS_EACH
-  //@ unroll r in 0..4
-  var sum$t_$q_$r = 0.0;
+  let team = index / 32u;                        // takes 8 invocations along the rows by 4 along the tokens
+  let across = team % (ACROSS / 8u) * 8u + index / 2u % 8u;
+  let down = team / (ACROSS / 8u) * 4u + index / 16u % 2u * 2u + index % 2u;
+  let x_quad = index % STEP_QUADS;
+  //@ unroll n in 0..X_LOADS
+  let token$n = index / STEP_QUADS + $nu * (WORKGROUP / STEP_QUADS);
+  let x_at$n = input_token(min(first_token + token$n, last_token)) * (params.x_stride / 4u) + x_quad;
+  let x_place$n = (token$n / 4u) ^ (X_SWIZZLE * x_quad);
+  var squares$n = 0.0;
+  var x$n = vec4<f32>();
+  //@ end
+  //@ unroll u in 0..TOKEN_QUADS
+  //@ unroll t in 0..4
+  //@ unroll q in 0..ROW_QUADS
+  var sum$u_$t_$q = vec4<f32>();
   //@ end
   //@ end
   //@ end
   let chunks = (params.columns + 15u) / 16u;
+  let steps = (chunks + STEP_CHUNKS - 1u) / STEP_CHUNKS;
   // The next tile is loaded into registers while this one is multiplied.
   //@ unroll n in 0..W_LOADS
-  let row$n = (index + $nu * WORKGROUP) / 2u;    // of two chunks a row, an invocation takes one
-  let half$n = (index + $nu * WORKGROUP) % 2u;
+  let row$n = (index + $nu * WORKGROUP) / STEP_CHUNKS;
+  let chunk$n = (index + $nu * WORKGROUP) % STEP_CHUNKS;
+  let w_place$n = (row$n / 4u) ^ (W_SWIZZLE * chunk$n);
   let source$n = min(first_row + row$n, params.rows - 1u);
-  var code$n = codes_load(source$n, min(half$n, chunks - 1u));
-  var scales$n = scales_load(source$n, min(half$n, chunks - 1u));
+  var code$n = codes_load(source$n, min(chunk$n, chunks - 1u));
+  var scales$n = scales_load(source$n, min(chunk$n, chunks - 1u));
   //@ end
-  //@ unroll n in 0..X_LOADS
-  let c$n = index / TILE_TOKENS + $nu * (WORKGROUP / TILE_TOKENS);
-  var x$n = x[x_at + min(c$n, chunks * 4u - 1u)];
-  //@ end
-  for (var chunk = 0u; chunk < chunks; chunk += 2u) {
+  if (x_quad < chunks * 4u) {                    // beyond the columns: zeros
+    //@ unroll n in 0..X_LOADS
+    x$n = x[x_at$n];
+    //@ end
+  }
+  for (var s = 0u; s < steps; s++) {
     //@ unroll n in 0..W_LOADS
-    if (row$n < TILE_ROWS) {
+    {
       let code = codes_floats(code$n);
-      let affine = scales_affine(scales$n, source$n, min(chunk + half$n, chunks - 1u));
-      let scale = vec4<f32>(select(0.0, affine.x, chunk + half$n < chunks));   // beyond the columns: zeros
-      let offset = vec4<f32>(select(0.0, affine.y, chunk + half$n < chunks));
-      w_tile[w_slot(row$n, half$n * 4u)] = fma(code[0], scale, offset);
-      w_tile[w_slot(row$n, half$n * 4u + 1u)] = fma(code[1], scale, offset);
-      w_tile[w_slot(row$n, half$n * 4u + 2u)] = fma(code[2], scale, offset);
-      w_tile[w_slot(row$n, half$n * 4u + 3u)] = fma(code[3], scale, offset);
+      let affine = scales_affine(scales$n, source$n, min(s * STEP_CHUNKS + chunk$n, chunks - 1u));
+      //@ unroll c in 0..4
+      let w$c = fma(code[$c], vec4<f32>(affine.x), vec4<f32>(affine.y));
+      //@ unroll r in 0..4
+      w_tile[chunk$n * 16u + 4u * $cu + $ru][w_place$n][row$n % 4u] = w$c[$r];
+      //@ end
+      //@ end
     }
     //@ end
     //@ unroll n in 0..X_LOADS
     {
-      let inside = chunk * 4u + c$n < chunks * 4u;
-      squares += select(0.0, norm_square(x$n), inside);
-      x_tile[x_slot(x_token, c$n)] = select(vec4<f32>(), norm_apply4(x$n, min(chunk * 4u + c$n, chunks * 4u - 1u)), inside);
+      squares$n += norm_square(x$n);
+      let v = norm_apply4(x$n, min(s * STEP_QUADS + x_quad, chunks * 4u - 1u));
+      //@ unroll r in 0..4
+      x_tile[x_quad * 4u + $ru][x_place$n][token$n % 4u] = v[$r];
+      //@ end
     }
     //@ end
-    if (chunk + 2u < chunks) {
-      //@ unroll n in 0..W_LOADS
-      code$n = codes_load(source$n, min(chunk + 2u + half$n, chunks - 1u));
-      scales$n = scales_load(source$n, min(chunk + 2u + half$n, chunks - 1u));
-      //@ end
-      //@ unroll n in 0..X_LOADS
-      x$n = x[x_at + min((chunk + 2u) * 4u + c$n, chunks * 4u - 1u)];
-      //@ end
-    }
     workgroupBarrier();
-    for (var c = 0u; c < 8u; c++) {
-      //@ unroll q in 0..QUADS_EACH
-      //@ unroll r in 0..4
-      let w$q_$r = w_tile[w_slot(($qu * ACROSS + across) * 4u + $ru, c)];
+    if (s + 1u < steps) {
+      //@ unroll n in 0..W_LOADS
+      code$n = codes_load(source$n, min((s + 1u) * STEP_CHUNKS + chunk$n, chunks - 1u));
+      scales$n = scales_load(source$n, min((s + 1u) * STEP_CHUNKS + chunk$n, chunks - 1u));
       //@ end
-      //@ end
-      //@ unroll t in 0..TOKENS_EACH
-      {
-        let v = x_tile[x_slot(down * TOKENS_EACH + $tu, c)];
-        //@ unroll q in 0..QUADS_EACH
-        //@ unroll r in 0..4
-        sum$t_$q_$r = fma(v.x, w$q_$r.x, fma(v.y, w$q_$r.y, fma(v.z, w$q_$r.z, fma(v.w, w$q_$r.w, sum$t_$q_$r))));
+      if ((s + 1u) * STEP_QUADS + x_quad < chunks * 4u) {
+        //@ unroll n in 0..X_LOADS
+        x$n = x[x_at$n + (s + 1u) * STEP_QUADS];
         //@ end
+      } else {
+        //@ unroll n in 0..X_LOADS
+        x$n = vec4<f32>();
         //@ end
       }
+    }
+    //@ unroll c in 0..STEP
+    {
+      //@ unroll q in 0..ROW_QUADS
+      let w$q = w_tile[$c][($qu * ACROSS + across) ^ (W_SWIZZLE * ($cu / 16u))];
+      //@ end
+      //@ unroll u in 0..TOKEN_QUADS
+      let v$u = x_tile[$c][($uu * DOWN + down) ^ (X_SWIZZLE * ($cu / 4u))];
+      //@ unroll t in 0..4
+      //@ unroll q in 0..ROW_QUADS
+      sum$u_$t_$q = fma(vec4<f32>(v$u[$t]), w$q, sum$u_$t_$q);
+      //@ end
+      //@ end
       //@ end
     }
+    //@ end
     workgroupBarrier();
   }
-  square_sums[index] = squares;
+  //@ unroll n in 0..X_LOADS
+  x_tile[x_quad][token$n / 4u][token$n % 4u] = squares$n;
+  //@ end
   workgroupBarrier();
-  //@ unroll t in 0..TOKENS_EACH
+  //@ unroll u in 0..TOKEN_QUADS
+  //@ unroll t in 0..4
   {
-    let token = down * TOKENS_EACH + $tu;
+    let place = $uu * DOWN + down;
+    let token = first_token + place * 4u + $tu;
     var total = 0.0;
-    for (var i = token; i < WORKGROUP; i += TILE_TOKENS) { total += square_sums[i]; }
+    for (var i = 0u; i < STEP_QUADS; i++) { total += x_tile[i][place][$t]; }
     let scale = norm_scale(total);
-    if (first_token + token <= last_token) {
-      //@ unroll q in 0..QUADS_EACH
+    if (token <= last_token) {
+      //@ unroll q in 0..ROW_QUADS
       {
         let row = first_row + ($qu * ACROSS + across) * 4u;
         if (row < params.rows) {
           var results: array<f32, ROWS>;
           //@ unroll r in 0..4
-          results[$r] = sum$t_$q_$r * scale + bias_at(min(row + $ru, params.rows - 1u));
+          results[$r] = sum$u_$t_$q[$r] * scale + bias_at(min(row + $ru, params.rows - 1u));
           //@ end
-          output(row, first_token + token, results, output_load(row, first_token + token));
+          output(row, token, results, output_load(row, token));
         }
       }
       //@ end
     }
   }
+  //@ end
   //@ end
 }

@@ -12,6 +12,7 @@ import numpy as np
 from ..errors import CapacityError
 from ..gpu import DeviceProfile, Part, Recording, Store, grid, power_of_two
 from .quant import CHUNK, QuantizedTensor, rows_that_fit
+from .tiles import Int8TileShape, TileShape, choose_tile, record_int8
 
 
 def padded(columns: int) -> int:
@@ -75,36 +76,6 @@ class LinearShape:
 
     def groups(self, rows: int, tokens: int, limit: int) -> tuple[int, int, int]:
         return (*grid(-(-rows * self.lanes // (self.rows * self.workgroup)), limit), -(-tokens // self.tokens))
-
-
-@dataclass(frozen=True)
-class TileShape:
-    """How `block/linear_tile.wgsl` divides its work: tiles of `rows` x `tokens`, of which an invocation computes `rows_each` x `tokens_each`."""
-
-    rows: int
-    tokens: int
-    rows_each: int
-    tokens_each: int
-    main: ClassVar[str] = "block/linear_tile"
-
-    @property
-    def workgroup(self) -> int:
-        return self.rows // self.rows_each * (self.tokens // self.tokens_each)
-
-    @property
-    def workgroup_bytes(self) -> int:
-        return 128 * (self.rows + self.tokens) + 4 * self.workgroup
-
-    def parts(self, profile: DeviceProfile) -> tuple[str, ...]:
-        return ()
-
-    def options(self, profile: DeviceProfile) -> dict[str, int]:
-        tile = {"TILE_ROWS": self.rows, "TILE_TOKENS": self.tokens, "QUADS_EACH": self.rows_each // 4, "TOKENS_EACH": self.tokens_each}
-        loads = {"W_LOADS": -(-2 * self.rows // self.workgroup), "X_LOADS": 8 * self.tokens // self.workgroup}
-        return {**tile, **loads, "ROWS": 4, "PAIRS": 2, "QUADS": 1, "WORKGROUP": self.workgroup}
-
-    def groups(self, rows: int, tokens: int, limit: int) -> tuple[int, int, int]:
-        return (*grid(-(-rows // self.rows), limit), -(-tokens // self.tokens))
 
 
 @dataclass(frozen=True)
@@ -199,12 +170,6 @@ def half_fits(profile: DeviceProfile, tokens: int) -> bool:
     return tokens >= 16 and has_units and bool(_matrix_tiles(profile))
 
 
-_TILES = (TileShape(128, 64, 8, 8), TileShape(64, 64, 4, 8), TileShape(64, 32, 4, 8))
-"""Tiles for many tokens, the one that needs the fewest loads first."""
-_GPU_TILES = 264
-"""Tiles that keep a large GPU busy; fewer are made smaller."""
-
-
 def choose_linear(
     profile: DeviceProfile, rows: int, columns: int, tokens: int, head_dim: int = 0, arithmetic: str = "exact", quantised: bool = False
 ) -> LinearShape | TileShape | VectorShape | MatrixShape:
@@ -227,11 +192,8 @@ def choose_linear(
             raise CapacityError(f"Heads of {head_dim} rows need workgroups of {head_dim // 4}; {profile.name} allows {profile.max_invocations}.")
         lanes = min(free.lanes, power_of_two(most))
         return LinearShape(lanes, 4, free.tokens, lanes * head_dim // 4)
-    if tokens >= 16 and arithmetic == "exact" and not profile.software:
-        fit = [t for t in _TILES if t.workgroup_bytes <= profile.workgroup_memory and t.workgroup <= profile.max_invocations]
-        enough = [t for t in fit if -(-rows // t.rows) * -(-tokens // t.tokens) >= _GPU_TILES]
-        if fit:
-            return (enough or fit[-2:])[0]
+    if tokens >= 16 and not profile.software and (tile := choose_tile(profile, rows, tokens, arithmetic == "int8")):
+        return tile
     return _linear_shape(profile, rows, -(-columns // span), tokens)
 
 
@@ -264,20 +226,25 @@ def _matrix_shape(profile: DeviceProfile, rows: int, tokens: int) -> MatrixShape
 
 _GPU_WORKGROUPS = 264
 """Workgroups that keep a large GPU busy."""
+_GPU_CORES = 132
+"""Of the GPU that shapes were measured on."""
 
 
 def _vector_shape(profile: DeviceProfile, rows: int, columns: int, head_dim: int, digits: int) -> VectorShape | None:
     """The shape for one token; None where workgroup memory for x is missing, or subgroups of 8 that digits need.
 
-    About 80,000 invocations keep a large GPU's loads in flight: where rows are few they get many lanes each, where there are many a team takes
-    several. Workgroups are large, since each reads all of x.
+    A lane takes two to four chunks, so that what a team has besides its products, adding up and writing, is small; where rows are few they get
+    twice the lanes. A team takes the rows that leave 65,536 invocations, whose loads keep a large GPU's memory busy, or twice that where a lane's
+    share is short. Workgroups are large, since each reads all of x, but where there are more than cores, smaller ones balance better.
     """
     chunks = columns // CHUNK
-    lanes = min(128, power_of_two(2 * chunks - 1), max(16, power_of_two((1 << 19) // rows)))
-    lanes = max(lanes, power_of_two(-(-chunks // 4) * 2 - 1))  # at most four chunks a lane
+    fewest = power_of_two(-(-chunks // 4) * 2 - 1)
+    lanes = min(max(16, fewest if rows >= 16384 else 2 * fewest), power_of_two(2 * chunks - 1))
+    lanes = max(fewest, min(lanes, 128))
     subgroup = profile.subgroup_size if profile.team_part(2).startswith("team_subgroup") else 1
     most = power_of_two(profile.max_invocations)
-    workgroup = most if head_dim else min(512, most)
+    invocations, workgroup = (131072, 1024) if rows <= 2048 else (65536, 512)
+    workgroup = most if head_dim else min(workgroup, most)
     if lanes > workgroup or workgroup < subgroup or (digits and subgroup < 8):
         return None
     if head_dim:
@@ -285,10 +252,13 @@ def _vector_shape(profile: DeviceProfile, rows: int, columns: int, head_dim: int
         teams = math.gcd(workgroup // lanes, head_dim // batch)
         shape = VectorShape(lanes, teams, batch, head_dim // batch // teams, columns, subgroup, digits)
     else:
-        each = min(16, max(2, power_of_two(int(rows * lanes / 81920 * 2**0.5)))) if chunks > lanes else 2  # rows of a team, to the nearest power of two
-        batch = 4 if each == 4 else 2
+        each = min(16, power_of_two(max(1, int(rows * lanes / invocations * 2**0.5))))  # rows of a team, to the nearest power of two
+        batch = min(each, 4 if chunks <= 3 * lanes else 2)
         shape = VectorShape(lanes, workgroup // lanes, batch, each // batch, columns, subgroup, digits)
-        while shape.rows > 4 and shape.workgroup > max(64, subgroup) and -(-rows // shape.rows) < _GPU_WORKGROUPS // 4:
+        smallest = max(64, subgroup, 4 * lanes)
+        if shape.workgroup > smallest and -(-rows // shape.rows) > _GPU_CORES:
+            shape = replace(shape, teams=shape.teams // 2)
+        while shape.workgroup > smallest and -(-rows // shape.rows) < _GPU_CORES // 2:
             shape = replace(shape, teams=shape.teams // 2)
     if shape.workgroup % subgroup or shape.rows % 4 or shape.rows // 4 > shape.workgroup:
         return None
@@ -327,37 +297,41 @@ def record_linear(
         token: "each": tokens in, tokens out; "last": one output, from the last token of the step.
         head_gamma: (2, head_dim) float32: weights of QK-norm; `options` then has HEADS, KV_HEADS and HEAD_DIM, and pieces are whole heads.
         whole_heads: a workgroup computes one head, as with `head_gamma`; the same is asked of options and pieces.
-        arithmetic: "exact"; "int8" for a quantised matrix: activations are rounded too; "half" where `half_fits`: both become f16, in one more dispatch.
+        arithmetic: "exact"; "int8" for a quantised matrix: activations are rounded too; "half" where `half_fits`: both become f16. For many
+            tokens these take one more dispatch, which rounds x.
     """
     device = recording.device
     head_dim = (options or {})["HEAD_DIM"] if whole_heads or head_gamma is not None else 0
     if head_dim and arithmetic == "half":
         arithmetic = "exact"  # its tiles are not whole heads
     shape = choose_linear(device.profile, matrix.rows, matrix.columns, tokens, head_dim, arithmetic, matrix.format.quantised)
-    vector, half = isinstance(shape, VectorShape), isinstance(shape, MatrixShape)
+    half, int8_tile = isinstance(shape, MatrixShape), isinstance(shape, Int8TileShape)
+    prepared = half or int8_tile  # x is rounded by a dispatch of its own
     norm = "none" if gamma is None else "rms"
     if gamma is not None and arithmetic == "exact" and device.profile.software and tokens == 1:
         room = device.profile.workgroup_memory - 8 * shape.workgroup - 4 * head_dim  # less what norm_shared, heads_norm, cache_store_blocks keep besides
         norm = "shared" if 4 * padded(matrix.columns) <= room else "rms"
     kernel = device.kernel(
-        "block/linear_int8" if arithmetic == "int8" and not vector else shape.main,
+        "block/linear_int8" if arithmetic == "int8" and isinstance(shape, LinearShape) else shape.main,
         "step",
         *matrix.format.parts,
-        f"block/parts/{matrix.format.halves}" if half else f"block/parts/norm_{norm}",
+        f"block/parts/{matrix.format.halves if half else matrix.format.dots if int8_tile else f'norm_{norm}'}",
         f"block/parts/bias_{'none' if bias is None else 'add'}",
         *shape.parts(device.profile),
-        *(() if half else (f"block/parts/token_{token}",)),
+        *(() if prepared else (f"block/parts/token_{token}",)),
         f"block/parts/heads_{'plain' if head_gamma is None else 'norm'}",
         f"block/parts/output_{output}",
         *(() if output == "qkv" else ("block/parts/end_none",)),
         *parts,
-        **({"COLUMNS": matrix.columns if norm == "shared" else 0} | shape.options(device.profile)),
+        **({} if prepared else {"COLUMNS": matrix.columns if norm == "shared" else 0}) | shape.options(device.profile),
         **matrix.format.options,
         **(options or {}),
     )
-    given = {"step": step, "x": x} if gamma is None or half else {"step": step, "x": x, "gamma": gamma}
+    given = {"step": step, "x": x} if gamma is None or prepared else {"step": step, "x": x, "gamma": gamma}
     if half:
         given |= _record_half(recording, step, x, tokens, matrix.columns, gamma, eps, token, label)
+    elif int8_tile:
+        given |= record_int8(recording, step, x, tokens, matrix.columns, gamma, eps, token, label)
     for piece in matrix:
         buffers = {**given, **piece.planes, **outputs}
         if bias is not None:
@@ -367,7 +341,7 @@ def record_linear(
         params = {
             "columns": matrix.columns,
             "rows": piece.rows,
-            "x_stride": -(-matrix.columns // 64) * 64 if half else padded(matrix.columns),
+            "x_stride": -(-matrix.columns // 64) * 64 if half else tokens if int8_tile else padded(matrix.columns),
             "y_stride": y_stride,
             "first_row": first_row + piece.first_row,
             "eps": eps,

@@ -42,6 +42,11 @@ class Format:
         """The part that turns its weights into f16."""
         return "halves_codes" if self.quantised else "halves_f16" if self.name == "F16" else "halves_floats"
 
+    @property
+    def dots(self) -> str:
+        """The part that multiplies its codes with int8 in tiles: by what 32 columns have in common."""
+        return "dots_halves" if self.name == "Q6_K" else "dots_centred" if "ZERO" in self.options else "dots_offset"
+
     def row_bytes(self, columns: int) -> int:
         return columns // self.block * self.block_bytes
 

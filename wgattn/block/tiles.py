@@ -1,0 +1,99 @@
+"""Projections of many tokens in tiles that go through workgroup memory: their shapes, the choice among them, and x as int8 for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..gpu import DeviceProfile, Recording, grid, power_of_two
+from .quant import CHUNK
+
+STEP = 32
+"""Columns of a tile of floats; what an invocation loads of W is one chunk, whatever the tile."""
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """How `block/linear_tile.wgsl` divides its work: tiles of `rows` x `tokens`, of which an invocation computes `rows_each` x `tokens_each`."""
+
+    rows: int
+    tokens: int
+    rows_each: int
+    tokens_each: int
+    main: ClassVar[str] = "block/linear_tile"
+
+    @property
+    def workgroup(self) -> int:
+        return self.rows // self.rows_each * (self.tokens // self.tokens_each)
+
+    @property
+    def workgroup_bytes(self) -> int:
+        return 4 * STEP * (self.rows + self.tokens)
+
+    def parts(self, profile: DeviceProfile) -> tuple[str, ...]:
+        return ()
+
+    def options(self, profile: DeviceProfile) -> dict[str, int]:
+        tile = {"TILE_ROWS": self.rows, "TILE_TOKENS": self.tokens, "ROW_QUADS": self.rows_each // 4, "TOKEN_QUADS": self.tokens_each // 4}
+        loads = {"STEP": STEP, "W_LOADS": self.rows * STEP // CHUNK // self.workgroup, "X_LOADS": self.tokens * STEP // 4 // self.workgroup}
+        return {**tile, **loads, "ROWS": 4, "PAIRS": 2, "QUADS": 1, "WORKGROUP": self.workgroup}
+
+    def groups(self, rows: int, tokens: int, limit: int) -> tuple[int, int, int]:
+        return (*grid(-(-rows // self.rows), limit), -(-tokens // self.tokens))
+
+
+@dataclass(frozen=True)
+class Int8TileShape(TileShape):
+    """How `block/linear_tile_int8.wgsl` divides its work: as `TileShape`, a step taking `blocks` blocks of 32 columns."""
+
+    blocks: int
+    main: ClassVar[str] = "block/linear_tile_int8"
+
+    @property
+    def workgroup_bytes(self) -> int:
+        """At most: weights with offsets have the most factors."""
+        codes, factors = 128 * (self.rows // 4 + self.tokens // 4 + 3), 8 * (self.rows + self.tokens)
+        return 2 * self.blocks * (codes + factors)
+
+    def options(self, profile: DeviceProfile) -> dict[str, int]:
+        loads = {"W_LOADS": 2 * self.blocks * self.rows // self.workgroup, "X_LOADS": 2 * self.blocks * self.tokens // self.workgroup}
+        loads |= {"UNIT_LOADS": -(-self.blocks * self.tokens // self.workgroup), "BLOCKS": self.blocks, "BUFFERS": 2}
+        return {name: value for name, value in super().options(profile).items() if name != "STEP"} | loads
+
+
+_TILES = (TileShape(128, 128, 8, 8), TileShape(64, 64, 8, 4), TileShape(64, 32, 4, 4))
+_INT8_TILES = (Int8TileShape(64, 64, 4, 8, 2), Int8TileShape(64, 64, 4, 8, 1), Int8TileShape(64, 32, 4, 4, 2))
+"""Tiles for many tokens, the one that needs the fewest loads first."""
+_GPU_LANES = 32768
+"""Invocations that keep a large GPU busy; where there are fewer, tiles are made smaller."""
+
+
+def choose_tile(profile: DeviceProfile, rows: int, tokens: int, int8: bool) -> TileShape | None:
+    """The largest tiles that fit the device and keep it busy, else the smallest that fit; None where none fit."""
+    fit = [t for t in (_INT8_TILES if int8 else _TILES) if t.workgroup_bytes <= profile.workgroup_memory and t.workgroup <= profile.max_invocations]
+    enough = [t for t in fit if -(-rows // t.rows) * -(-tokens // t.tokens) * t.workgroup >= _GPU_LANES]
+    return (enough or fit[-1:] or [None])[0]
+
+
+def record_int8(recording: Recording, step: Any, x: Any, tokens: int, columns: int, gamma: Any, eps: float, token: str, label: str) -> dict[str, Any]:
+    """Append the dispatch that rounds x, times gamma where there is one, to int8; returns the buffers that it leaves for `Int8TileShape`."""
+    device = recording.device
+    codes = recording.scratch("x as int8", (columns // CHUNK, tokens, 4), np.uint32)
+    units, scale = recording.scratch("units of x", (columns // 32, tokens, 2)), recording.scratch("scale of x", (tokens,))
+    lanes = min(256, power_of_two(device.profile.max_invocations), power_of_two(2 * (columns // 32) - 1))
+    kernel = device.kernel(
+        "block/int8",
+        "step",
+        f"block/parts/norm_{'none' if gamma is None else 'rms'}",
+        f"block/parts/token_{token}",
+        device.profile.team_part(lanes),
+        LANES=lanes,
+        WORKGROUP=lanes,
+        SUBGROUP=device.profile.subgroup_size,
+    )
+    params = {"columns": columns, "x_stride": -(-columns // CHUNK) * CHUNK, "tokens": tokens, "eps": eps}
+    buffers = {"step": step, "x": x, "codes": codes, "units": units, "scale": scale} | ({} if gamma is None else {"gamma": gamma})
+    recording.add(kernel, grid(tokens, device.profile.max_workgroups)[:1], buffers, params, f"{label}: int8" if label else "int8")
+    return {"x": codes, "x_units": units, "x_scale": scale}
