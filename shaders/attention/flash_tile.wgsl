@@ -163,42 +163,23 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     //@ end
     //@ end
     //@ end
-    if (!(PLAIN && base >= all_from && base + TILE_KEYS <= all_to)) {          // by way of this lane's part of the memory, to be short
-      for (var part = 0u; part < KEY_QUADS * LANES / P_QUADS; part++) {
+    if (!(PLAIN && base >= all_from && base + TILE_KEYS <= all_to)) {
+      //@ unroll h in 0..ROW_QUADS
+      {
+        //@ unroll r in 0..4
+        let row$r = flash_row(b, head, first_row + (down + $hu * DOWN) * 4u + $ru);
+        //@ end
         //@ unroll g in 0..KEY_QUADS
-        if (part == (across + $gu * LANES) / P_QUADS) {
-          //@ unroll h in 0..ROW_QUADS
-          //@ unroll e in 0..4
-          p_tile[$eu * ROW_QUADS + $hu][p_at] = x$g_$h_$e;
-          //@ end
-          //@ end
+        //@ unroll e in 0..4
+        {
+          let j = base + (across + $gu * LANES) * 4u + $eu;
+          let x = x$g_$h_$e;
+          x$g_$h_$e = vec4<f32>(flash_score(x.x, b, row0, j), flash_score(x.y, b, row1, j), flash_score(x.z, b, row2, j), flash_score(x.w, b, row3, j));
         }
         //@ end
-        if (part % (LANES / P_QUADS) == across / P_QUADS) {
-          for (var h = 0u; h < ROW_QUADS; h++) {
-            let row = first_row + (down + h * DOWN) * 4u;
-            //@ unroll r in 0..4
-            let row$r = flash_row(b, head, row + $ru);
-            //@ end
-            for (var e = 0u; e < 4u; e++) {
-              let j = base + (part * P_QUADS + across % P_QUADS) * 4u + e;
-              let x = p_tile[e * ROW_QUADS + h][p_at];
-              p_tile[e * ROW_QUADS + h][p_at] =
-                vec4<f32>(flash_score(x.x, b, row0, j), flash_score(x.y, b, row1, j), flash_score(x.z, b, row2, j), flash_score(x.w, b, row3, j));
-            }
-          }
-        }
-        //@ unroll g in 0..KEY_QUADS
-        if (part == (across + $gu * LANES) / P_QUADS) {
-          //@ unroll h in 0..ROW_QUADS
-          //@ unroll e in 0..4
-          x$g_$h_$e = p_tile[$eu * ROW_QUADS + $hu][p_at];
-          //@ end
-          //@ end
-        }
         //@ end
-        if (P_QUADS < LANES) { workgroupBarrier(); }
       }
+      //@ end
     }
     //@ unroll h in 0..ROW_QUADS
     {
