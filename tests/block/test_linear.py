@@ -1,5 +1,6 @@
 """Projections: `block/linear.wgsl` in all its compositions against the reference."""
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -513,9 +514,11 @@ def test_the_shape_suits_the_kernel(device: Device):
                 profile = replace(device.profile, kind=kind, subgroup_size=subgroup, max_invocations=invocations)
                 for rows in (1, 100, 49152):
                     for columns in (1, 16, 17, 32, 576, 8192):
-                        for tokens in (1, 2, 64):
-                            s = choose_linear(profile, rows, columns, tokens)
-                            where = (s, profile, rows, columns, tokens)
+                        for tokens, form in itertools.product((1, 2, 64), (FORMATS["F32"], FORMATS["F16"], FORMATS["Q4_0"], FORMATS["Q8_0"])):
+                            if columns % form.block:
+                                continue
+                            s = choose_linear(profile, rows, columns, tokens, form=form)
+                            where = (s, profile, rows, columns, tokens, form.name)
                             if isinstance(s, TileShape):
                                 assert kind != "CPU", where
                                 assert tokens >= 16, where

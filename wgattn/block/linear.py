@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ..errors import CapacityError
 from ..gpu import DeviceProfile, Part, Recording, Store, grid, power_of_two
-from .quant import CHUNK, QuantizedTensor, rows_that_fit
+from .quant import CHUNK, FORMATS, Format, QuantizedTensor, rows_that_fit
 from .tiles import Int8TileShape, TileShape, choose_tile, record_int8
+from .vector import VectorShape, choose_vector
 
 
 def padded(columns: int) -> int:
@@ -79,50 +79,6 @@ class LinearShape:
 
 
 @dataclass(frozen=True)
-class VectorShape:
-    """How `block/linear_vector.wgsl` divides its work: `teams` of `lanes` invocations a workgroup, each `batches` times `batch` rows of one token."""
-
-    lanes: int
-    teams: int
-    batch: int
-    batches: int
-    columns: int
-    """Padded to whole chunks."""
-    subgroup: int
-    """Lanes whose sums subgroup operations add up; 1 where there are none."""
-    digits: int
-    """Digits of 8 bits that x is rounded to, where the matrix is quantised; 0: floats."""
-    main: ClassVar[str] = "block/linear_vector"
-
-    @property
-    def workgroup(self) -> int:
-        return self.lanes * self.teams
-
-    @property
-    def rows(self) -> int:
-        """Rows of a workgroup."""
-        return self.teams * self.batch * self.batches
-
-    @property
-    def workgroup_bytes(self) -> int:
-        x = self.columns * (2 * self.digits + 1) // 2 if self.digits else 4 * self.columns
-        return x + 4 * (self.rows * max(1, self.lanes // self.subgroup) + self.workgroup // self.subgroup + self.rows // 4)
-
-    def parts(self, profile: DeviceProfile) -> tuple[str, ...]:
-        sharers = "none" if self.subgroup == 1 else "subgroup"
-        return (f"block/parts/products_{'codes' if self.digits else 'floats'}", f"block/parts/sharers_{sharers}")
-
-    def options(self, profile: DeviceProfile) -> dict[str, int]:
-        division = {"COLUMNS": self.columns, "LANES": self.lanes, "TEAMS": self.teams, "BATCH": self.batch, "BATCHES": self.batches}
-        chunks = -(-self.columns // CHUNK // self.lanes)
-        group = {"WORKGROUP": self.workgroup, "SUBGROUP": self.subgroup} | ({"DIGITS": self.digits} if self.digits else {})
-        return {**division, "CHUNKS": chunks, "ROWS": 4, "PAIRS": 2, "QUADS": 1, **group}
-
-    def groups(self, rows: int, tokens: int, limit: int) -> tuple[int, int, int]:
-        return (*grid(-(-rows // self.rows), limit), 1)
-
-
-@dataclass(frozen=True)
 class MatrixShape:
     """How `block/linear_matrix.wgsl` divides its work: tiles of `tokens` x `rows`, of which a subgroup computes `sub_tokens` x `sub_rows`."""
 
@@ -171,7 +127,7 @@ def half_fits(profile: DeviceProfile, tokens: int) -> bool:
 
 
 def choose_linear(
-    profile: DeviceProfile, rows: int, columns: int, tokens: int, head_dim: int = 0, arithmetic: str = "exact", quantised: bool = False
+    profile: DeviceProfile, rows: int, columns: int, tokens: int, head_dim: int = 0, arithmetic: str = "exact", form: Format = FORMATS["F32"]
 ) -> LinearShape | TileShape | VectorShape | MatrixShape:
     """The shape for a problem on a device; pure. `tokens` is the number a replay computes at most.
 
@@ -179,8 +135,8 @@ def choose_linear(
     registers; for many tokens it wants tiles in workgroup memory. With `head_dim` (a multiple of 4), a workgroup computes whole heads.
     """
     if tokens == 1 and not profile.software:
-        digits = 1 if arithmetic == "int8" else 3 if quantised else 0
-        if vector := _vector_shape(profile, rows, padded(columns), head_dim, digits):
+        digits = 1 if arithmetic == "int8" else 3 if form.quantised else 0
+        if vector := choose_vector(profile, rows, padded(columns), form, digits, head_dim):
             return vector
     if arithmetic == "half":
         return _matrix_shape(profile, rows, tokens)
@@ -226,43 +182,6 @@ def _matrix_shape(profile: DeviceProfile, rows: int, tokens: int) -> MatrixShape
 
 _GPU_WORKGROUPS = 264
 """Workgroups that keep a large GPU busy."""
-_GPU_CORES = 132
-"""Of the GPU that shapes were measured on."""
-
-
-def _vector_shape(profile: DeviceProfile, rows: int, columns: int, head_dim: int, digits: int) -> VectorShape | None:
-    """The shape for one token; None where workgroup memory for x is missing, or subgroups of 8 that digits need.
-
-    A lane takes two to four chunks, so that what a team has besides its products, adding up and writing, is small; where rows are few they get
-    twice the lanes. A team takes the rows that leave 65,536 invocations, whose loads keep a large GPU's memory busy, or twice that where a lane's
-    share is short. Workgroups are large, since each reads all of x, but where there are more than cores, smaller ones balance better.
-    """
-    chunks = columns // CHUNK
-    fewest = power_of_two(-(-chunks // 4) * 2 - 1)
-    lanes = min(max(16, fewest if rows >= 16384 else 2 * fewest), power_of_two(2 * chunks - 1))
-    lanes = max(fewest, min(lanes, 128))
-    subgroup = profile.subgroup_size if profile.team_part(2).startswith("team_subgroup") else 1
-    most = power_of_two(profile.max_invocations)
-    invocations, workgroup = (131072, 1024) if rows <= 2048 else (65536, 512)
-    workgroup = most if head_dim else min(workgroup, most)
-    if lanes > workgroup or workgroup < subgroup or (digits and subgroup < 8):
-        return None
-    if head_dim:
-        batch = 4
-        teams = math.gcd(workgroup // lanes, head_dim // batch)
-        shape = VectorShape(lanes, teams, batch, head_dim // batch // teams, columns, subgroup, digits)
-    else:
-        each = min(16, power_of_two(max(1, int(rows * lanes / invocations * 2**0.5))))  # rows of a team, to the nearest power of two
-        batch = min(each, 4 if chunks <= 3 * lanes else 2)
-        shape = VectorShape(lanes, workgroup // lanes, batch, each // batch, columns, subgroup, digits)
-        smallest = max(64, subgroup, 4 * lanes)
-        if shape.workgroup > smallest and -(-rows // shape.rows) > _GPU_CORES:
-            shape = replace(shape, teams=shape.teams // 2)
-        while shape.workgroup > smallest and -(-rows // shape.rows) < _GPU_CORES // 2:
-            shape = replace(shape, teams=shape.teams // 2)
-    if shape.workgroup % subgroup or shape.rows % 4 or shape.rows // 4 > shape.workgroup:
-        return None
-    return shape if shape.workgroup_bytes + 4 * head_dim <= profile.workgroup_memory else None  # cache_store_blocks keeps a head
 
 
 def record_linear(
@@ -304,7 +223,7 @@ def record_linear(
     head_dim = (options or {})["HEAD_DIM"] if whole_heads or head_gamma is not None else 0
     if head_dim and arithmetic == "half":
         arithmetic = "exact"  # its tiles are not whole heads
-    shape = choose_linear(device.profile, matrix.rows, matrix.columns, tokens, head_dim, arithmetic, matrix.format.quantised)
+    shape = choose_linear(device.profile, matrix.rows, matrix.columns, tokens, head_dim, arithmetic, matrix.format)
     half, int8_tile = isinstance(shape, MatrixShape), isinstance(shape, Int8TileShape)
     prepared = half or int8_tile  # x is rounded by a dispatch of its own
     norm = "none" if gamma is None else "rms"

@@ -47,6 +47,11 @@ class Format:
         """The part that multiplies its codes with int8 in tiles: by what 32 columns have in common."""
         return "dots_halves" if self.name == "Q6_K" else "dots_centred" if "ZERO" in self.options else "dots_offset"
 
+    @property
+    def chunk_words(self) -> int:
+        """Words of 32 bits that a chunk of CHUNK columns takes, about."""
+        return round(CHUNK * self.block_bytes / self.block / 4)
+
     def row_bytes(self, columns: int) -> int:
         return columns // self.block * self.block_bytes
 
