@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from wgattn import cli
-from wgattn.bench import report as report_module
 from wgattn.bench import run as run_module
 from wgattn.bench.ceilings import counting
 from wgattn.bench.records import SECTIONS, Bench, Case, Error, Missing, Row, Work
@@ -354,7 +353,7 @@ def test_an_interruption_while_the_file_is_written(device, tmp_path, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(report_module.os, where, interrupt)
+        patch.setattr(os, where, interrupt)
         with pytest.raises(KeyboardInterrupt):
             report.save(path)
     assert read_baseline(path)["rows"] == []

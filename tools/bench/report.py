@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import platform
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 
 import wgattn
+from wgattn.files import replace_file
 from wgattn.gpu.webgpu import describe
 
 from .records import BadRequest, Bench, Row
@@ -70,7 +69,7 @@ class Report:
 
     def save(self, path: Path) -> None:
         """Write the file, all at once or not at all."""
-        replace_file(path, json.dumps(self.json(), indent=1) + "\n")
+        replace_file(path, json.dumps(self.json(), indent=1) + "\n", 0o644)
 
     @property
     def slower(self) -> list[Row]:
@@ -80,19 +79,6 @@ class Report:
     def wrong(self) -> list[Row]:
         """Rows that ought to have worked: results far from the reference, or none."""
         return [row for row in self.rows if row.wrong or row.failed]
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file so that a reader, or an interruption, finds either the old one or the new one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 # ---- the baseline

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
+from wgattn.files import replace_file
 from wgattn.gpu import Device
 from wgattn.llm.gguf import ModelFile, find_model
 
@@ -20,7 +21,7 @@ from .keys import q_interrupts
 from .measure import row_of
 from .profile import profile_step
 from .records import BadRequest, Bench, Case, Row
-from .report import Report, check_baseline, replace_file
+from .report import Report, check_baseline
 from .views import view_of
 
 __all__ = ["BadRequest", "plan", "profile", "run"]
@@ -149,4 +150,4 @@ def _console() -> Console:
 
 
 def _draw(console: Console, picture: RenderableType, path: Path, title: str) -> None:
-    replace_file(path, svg(picture, max(80, min(200, console.width)), title))
+    replace_file(path, svg(picture, max(80, min(200, console.width)), title), 0o644)

@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from platformdirs import user_cache_dir
 
 from ..errors import CapacityError, DeviceError, Unsupported
+from ..files import replace_file
 from . import shader
 from .recording import Recording
 from .timing import Stopwatch
@@ -121,7 +121,7 @@ class TuningCache:
         merged.setdefault(key.device, {})[key.problem] = entry
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(self.path, json.dumps({"format": _FORMAT, "devices": merged}, indent=1))
+            replace_file(self.path, json.dumps({"format": _FORMAT, "devices": merged}, indent=1))
         except OSError as error:
             self._note("unwritable", f"cannot be written ({error})")
 
@@ -131,18 +131,6 @@ def _well_formed(devices: Any) -> bool:
         return False
     entries = [entry for of_device in devices.values() for entry in of_device.values()]
     return all(isinstance(entry, dict) and isinstance(entry.get("shaders"), str) and "choice" in entry for entry in entries)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that a reader sees either the old one or the new one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 @dataclasses.dataclass(frozen=True)
