@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from wgattn import cli
 from wgattn.cases import FAMILIES
 from wgattn.cases.attention import MERGE
-from wgattn.cases.block import MODEL, NORM
+from wgattn.cases.block import NORM
 from wgattn.cases.family import Family, Result, compare, cover
+from wgattn.cases.llm import MODEL
 from wgattn.commands import selftest
 from wgattn.errors import DeviceError, Unsupported
 from wgattn.gpu import shader

@@ -184,11 +184,7 @@ def compare_models(args: argparse.Namespace) -> Iterator[tuple[str, str, Outcome
 
 def dequantised(file: ModelFile) -> dict[str, np.ndarray]:
     """All weights in float32."""
-    found = {}
-    for name, t in file.tensors.items():
-        matrix = len(t.shape) == 2
-        found[name] = wgattn.QuantizedTensor(t.data, t.shape, t.kind).dequantize() if matrix else t.data.view({"F32": np.float32, "F16": np.float16}[t.kind])
-    return found
+    return {name: t.dequantize() for name, t in file.tensors.items()}
 
 
 # ---- what is shown

@@ -10,8 +10,9 @@ from tests.conftest import with_profile
 from wgattn.attention.kv_format import KV_FORMATS
 from wgattn.bench import attention, block, ceilings, gemm, measure, model, records
 from wgattn.bench.records import Bench, Case, Error, Row, Work, arithmetic_of
-from wgattn.bench.weights import dense, random_matrix
+from wgattn.bench.weights import dense
 from wgattn.block.quant import FORMATS
+from wgattn.cases.weights import random_matrix
 from wgattn.gpu import Recording
 from wgattn.gpu.paper import PROFILES, PaperDevice
 from wgattn.gpu.shader import SHADERS
@@ -279,7 +280,7 @@ def test_kinds_of_arithmetic(bench):
     assert arithmetic_of(Recording(bench.device, [*ceilings.counting(bench, 1)[0], *ceilings.dot4(bench).recordings[0]])) == "dot4"
 
 
-@pytest.mark.parametrize("kind", [k for k in FORMATS if k != "BF16"])
+@pytest.mark.parametrize("kind", FORMATS)
 def test_random_weights_have_the_size_of_weights(kind):
     found = dense(random_matrix(np.random.default_rng(), 64, 1024, kind))
     assert found.shape == (64, 1024)
@@ -296,10 +297,10 @@ SMALL = {"block_count": 2, "embedding_length": 64, "attention.head_count": 4, "a
 
 @pytest.fixture
 def small_model(monkeypatch):
-    monkeypatch.setattr(model, "RandomModel", lambda: MADE(SMALL, 300))
+    monkeypatch.setattr(model, "random_model", lambda: MADE(SMALL, 300))
 
 
-MADE = model.RandomModel
+MADE = model.random_model
 
 
 def test_a_model_of_random_weights(bench, small_model):

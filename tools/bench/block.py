@@ -15,10 +15,11 @@ from wgattn.block.memory import allocate, attention_buffers, mlp_buffers, nbytes
 from wgattn.block.mlp import MlpBlock
 from wgattn.block.quant import QuantizedTensor
 from wgattn.block.unfused import UnfusedAttentionBlock, UnfusedMlpBlock
+from wgattn.cases.weights import random_matrix
 from wgattn.gpu import Arena, Device, Recording, StepState, Tensor
 
 from .records import Bench, Case, Error, Work
-from .weights import dense, random_matrix
+from .weights import dense
 
 E, H, KV, D, HIDDEN, EPS = 896, 14, 2, 64, 4864, 1e-6
 """The shape of Qwen2-0.5B."""

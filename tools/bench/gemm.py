@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from wgattn.block.linear import Matrix, half_fits, padded, record_linear
-from wgattn.block.quant import QuantizedTensor, format_of
+from wgattn.block.quant import format_of
+from wgattn.cases.weights import random_matrix
 from wgattn.gpu import Recording, StepState
 
 from .records import Bench, Case, Work, arithmetic_of
-from .weights import linear_error, random_matrix
+from .weights import linear_error
 
 # (tokens, rows, columns) and kinds, by the size of the device; the first line is what --quick takes.
 _MANY = {
@@ -46,7 +47,7 @@ def _arithmetics(bench: Bench, kind: str, tokens: int) -> list[str]:
 def projection(bench: Bench, tokens: int, rows: int, columns: int, kind: str, arithmetic: str) -> Work:
     """y (tokens, rows) = x (tokens, columns) . W^T."""
     device, rng = bench.device, bench.rng()
-    weights: QuantizedTensor = random_matrix(rng, rows, columns, kind)
+    weights = random_matrix(rng, rows, columns, kind)
     x = rng.standard_normal((tokens, columns), np.float32)
     given = device.tensor(np.pad(x, ((0, 0), (0, padded(columns) - columns))))
     state = StepState(device)

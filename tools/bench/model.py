@@ -5,20 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from wgattn import reference
+from wgattn.attention.kv_format import kv_format
 from wgattn.block.quant import QuantizedTensor
+from wgattn.cases.weights import RandomModel
 from wgattn.errors import ModelNotFound, Unsupported
 from wgattn.gpu import Recording
 from wgattn.llm.gguf import FileTensor, ModelFile, find_model
 from wgattn.llm.llama import Llama
 
 from .records import Bench, Case, Error, Work, arithmetic_of
-from .weights import dense, random_matrix
+from .weights import dense
 
 _SHAPE = {"block_count": 30, "embedding_length": 576, "attention.head_count": 9, "attention.head_count_kv": 3, "feed_forward_length": 1536}
 _VOCABULARY = 49152
@@ -31,37 +32,9 @@ _TOKENS = (1, 5, 9, 100, 200)
 # ---- which model
 
 
-class RandomModel:
-    """As `ModelFile`, without a file: random weights in Q4_1, in the shape of SmolLM2-135M."""
-
-    architecture = "llama"
-    path = Path("random-135M.Q4_1")
-
-    def __init__(self, shape: Mapping[str, int] = _SHAPE, vocabulary: int = _VOCABULARY):
-        self.metadata: dict[str, Any] = {f"llama.{key}": value for key, value in shape.items()} | {"llama.attention.layer_norm_rms_epsilon": 1e-5}
-        rng, width = np.random.default_rng(0), shape["embedding_length"]
-        kv = width // shape["attention.head_count"] * shape["attention.head_count_kv"]
-        hidden = shape["feed_forward_length"]
-        matrices = {"attn_q": (width, width), "attn_k": (kv, width), "attn_v": (kv, width), "attn_output": (width, width)}
-        matrices |= {"ffn_gate": (hidden, width), "ffn_up": (hidden, width), "ffn_down": (width, hidden)}
-        self.tensors: dict[str, FileTensor] = {}
-        self._add("token_embd", random_matrix(rng, vocabulary, width, "Q4_1"))
-        for i in range(shape["block_count"]):
-            for name, sizes in matrices.items():
-                self._add(f"blk.{i}.{name}", random_matrix(rng, *sizes, "Q4_1"))
-            self._add(f"blk.{i}.attn_norm", np.ones(width, np.float32))
-            self._add(f"blk.{i}.ffn_norm", np.ones(width, np.float32))
-        self._add("output_norm", np.ones(width, np.float32))
-
-    def _add(self, name: str, weights: QuantizedTensor | np.ndarray) -> None:
-        raw, kind = (weights.raw, weights.kind) if isinstance(weights, QuantizedTensor) else (weights, "F32")
-        self.tensors[f"{name}.weight"] = FileTensor(f"{name}.weight", weights.shape, kind, raw.reshape(-1).view(np.uint8))
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.metadata.get(key, default)
-
-    def require(self, key: str, kind: type) -> Any:
-        return kind(self.metadata[key])
+def random_model(sizes: Mapping[str, int] = _SHAPE, vocabulary: int = _VOCABULARY) -> RandomModel:
+    """Random weights in Q4_1, in the shape of SmolLM2-135M."""
+    return RandomModel(np.random.default_rng(0), sizes, "Q4_1", vocab=vocabulary, name="random-135M.Q4_1")
 
 
 @dataclass
@@ -69,7 +42,7 @@ class Loaded:
     """A model on the device, its file, and what it was compared with."""
 
     model: Llama
-    file: ModelFile | RandomModel
+    file: ModelFile
     note: str = ""
     error: Error | None = None
     checked: bool = False
@@ -84,14 +57,14 @@ def load(bench: Bench, capacity: int) -> Loaded:
     if "model" not in bench.kept:
         note = ""
         if bench.model == "random":
-            file: Any = RandomModel()
+            file: ModelFile = random_model()
         else:
             try:
                 file = ModelFile(find_model("smollm2" if bench.model == "auto" else bench.model))
             except (ModelNotFound, Unsupported) as error:
                 if bench.model != "auto":
                     raise
-                file, note = RandomModel(), f"random weights, because {str(error)[0].lower()}{str(error)[1:]}"
+                file, note = random_model(), f"random weights, because {str(error)[0].lower()}{str(error)[1:]}"
         model = Llama(file, capacity=capacity, device=bench.device)
         model.warm_up()
         bench.kept["model"] = Loaded(model, file, note)
@@ -189,8 +162,8 @@ def _moved(loaded: Loaded, depth: int) -> int:
     """Bytes that a decode step has to read: all weights once (of an embedding that is not the output matrix, one row), and the cache up to here."""
     c, tensors = loaded.model.config, loaded.file.tensors
     embedding = tensors["token_embd.weight"].nbytes if "output.weight" in tensors else 0
-    itemsize = {"f16": 2, "f32": 4}[loaded.model.kv_dtype]
-    return sum(t.nbytes for t in tensors.values()) - embedding + 2 * c.layers * c.num_kv_heads * c.head_dim * (depth + 1) * itemsize
+    row = kv_format(loaded.model.kv_dtype).row_bytes(c.head_dim)
+    return sum(t.nbytes for t in tensors.values()) - embedding + 2 * c.layers * c.num_kv_heads * (depth + 1) * row
 
 
 class _Weights(Mapping):
@@ -200,10 +173,7 @@ class _Weights(Mapping):
         self._tensors = tensors
 
     def __getitem__(self, name: str) -> np.ndarray:
-        tensor = self._tensors[name]
-        if len(tensor.shape) == 1:
-            return tensor.data.view({"F32": np.float32, "F16": np.float16}[tensor.kind])
-        return dense(QuantizedTensor(tensor.data, tensor.shape, tensor.kind))
+        return self._tensors[name].dequantize()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

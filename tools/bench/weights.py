@@ -1,40 +1,16 @@
-"""Random weights in every kind, made without quantising, and what they mean in plain numbers."""
+"""What random weights mean in plain numbers."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from wgattn.block.quant import QuantizedTensor, format_of
+from wgattn.block.quant import QuantizedTensor
 from wgattn.errors import Unsupported
 from wgattn.reference import linear
 
 from .records import Error
 
 _FLOATS = {"F32": np.float32, "F16": np.float16}
-_SCALES = {
-    "Q8_0": ((0, 1 / 74),),
-    "Q4_0": ((0, 1 / 4.6),),
-    "Q4_1": ((0, 1 / 4.6), (2, -7.5 / 4.6)),
-    "Q5_0": ((0, 1 / 9.2),),
-    "Q5_1": ((0, 1 / 9.2), (2, -15.5 / 9.2)),
-    "Q4_K": ((0, 1 / 200), (2, 7.5 / 200)),
-    "Q5_K": ((0, 1 / 400), (2, 15.5 / 400)),
-    "Q6_K": ((208, 1 / 1370),),
-}
-"""Where the f16 scales and offsets of a block stand, and what they are for weights of about 1 whose codes are random."""
-
-
-def random_matrix(rng: np.random.Generator, rows: int, columns: int, kind: str) -> QuantizedTensor:
-    """Weights of about 1 / sqrt(columns)."""
-    size = columns**-0.5
-    if kind in _FLOATS:
-        return QuantizedTensor((rng.standard_normal((rows, columns), np.float32) * size).astype(_FLOATS[kind]), (rows, columns), kind)
-    form = format_of(kind)
-    raw = rng.integers(0, 256, (rows, form.row_bytes(columns)), np.uint8)
-    blocks = raw.reshape(-1, form.block_bytes)
-    for at, scale in _SCALES[kind]:
-        blocks[:, at : at + 2] = np.full(len(blocks), scale * size, np.float16).view(np.uint8).reshape(-1, 2)
-    return QuantizedTensor(raw, (rows, columns), kind)
 
 
 def dense(matrix: QuantizedTensor, rows: np.ndarray | slice = slice(None)) -> np.ndarray | None:

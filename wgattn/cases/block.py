@@ -1,10 +1,9 @@
-"""Cases of the transformer block: norm, RoPE, both halves of a layer over every kind of weights, and a small model."""
+"""Cases of the transformer block: norm, RoPE, and both halves of a layer over every kind of weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,44 +17,18 @@ from ..block.quant import FORMATS, QuantizedTensor
 from ..block.rope import Rope
 from ..errors import Unsupported
 from ..gpu import Device
-from ..llm.config import ARCHITECTURES
-from ..llm.gguf import FileTensor, ModelFile
-from ..llm.llama import Llama
 from .family import Family, Result, once
+from .weights import random_matrix, random_vector, width_of
 
 _DTYPES = {"f32": np.float32, "f16": np.float16}
-_SCALES: Mapping[str, tuple[tuple[int, float], ...]] = {
-    "Q8_0": ((0, 1 / 74),),
-    "Q4_0": ((0, 1 / 4.6),),
-    "Q4_1": ((0, 1 / 4.6), (2, -7.5 / 4.6)),
-    "Q5_0": ((0, 1 / 9.2),),
-    "Q5_1": ((0, 1 / 9.2), (2, -15.5 / 9.2)),
-    "Q4_K": ((0, 1 / 400), (2, 7.5 / 400)),
-    "Q5_K": ((0, 1 / 800), (2, 15.5 / 800)),
-    "Q6_K": ((208, 1 / 2000),),
-}
-"""Where the f16 numbers of a block are, and their size for weights around 1, of mean 0, where all other bytes are random."""
 WEIGHTS = (*FORMATS, *(f"{kind} int8" for kind, form in FORMATS.items() if form.quantised))
 """Kinds of matrices, those of codes also with int8 activations."""
-_QUANTISED = {"q8_0": 3e-4, "q4_0": 4e-2}
+QUANTISED_CACHE = {"q8_0": 3e-4, "q4_0": 4e-2}
 """NMSE that a quantised KV cache adds, at most."""
 _EMULATED = 2e-5
 """NMSE of int8 arithmetic against its emulation: a code that is a tie may be rounded either way."""
 _ROUNDED = 2e-3
 """NMSE of an MLP's int8 arithmetic against exact: 1e-4 on average, but a token whose hidden channels have one outlier may have ten times that."""
-
-
-def random_matrix(rng: np.random.Generator, rows: int, columns: int, kind: str) -> QuantizedTensor:
-    """Weights of about 1 / sqrt(columns); needs no code that quantises."""
-    size = columns**-0.5
-    if not FORMATS[kind].quantised:
-        values = (rng.standard_normal((rows, columns)) * size).astype(np.float16 if kind == "F16" else np.float32)
-        return QuantizedTensor((values.view(np.uint32) >> 16).astype(np.uint16) if kind == "BF16" else values, (rows, columns), kind)
-    form = FORMATS[kind]
-    blocks = rng.integers(0, 256, (rows * columns // form.block, form.block_bytes), np.uint8)
-    for at, scale in _SCALES[kind]:
-        blocks[:, at : at + 2] = (rng.uniform(0.5, 1, len(blocks)) * scale * size).astype(np.float16).view(np.uint8).reshape(-1, 2)
-    return QuantizedTensor(blocks, (rows, columns), kind)
 
 
 def _dequantised(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -68,15 +41,6 @@ def _parted(weights: str) -> tuple[str, str]:
     return kind, arithmetic or "exact"
 
 
-def _width(kind: str) -> int:
-    """Columns that any of the block's matrices can have."""
-    return max(96, FORMATS[kind].block)
-
-
-def _vector(rng: np.random.Generator, n: int) -> np.ndarray:
-    return rng.uniform(0.5, 1.5, n).astype(np.float32)
-
-
 def _normal(rng: np.random.Generator, *shape: int, dtype: str = "f32") -> np.ndarray:
     return rng.standard_normal(shape).astype(_DTYPES[dtype])
 
@@ -85,7 +49,7 @@ def _normal(rng: np.random.Generator, *shape: int, dtype: str = "f32") -> np.nda
 
 
 def _norm(device: Device, rng: np.random.Generator, *, dtype: str, weight: str, width: int) -> Iterator[Result]:
-    x, gamma = _normal(rng, 3, 5, width, dtype=dtype), _vector(rng, width).astype(_DTYPES[weight])
+    x, gamma = _normal(rng, 3, 5, width, dtype=dtype), random_vector(rng, width).astype(_DTYPES[weight])
     x[1, 2] = 0
     yield Result("y", rms_norm(x, gamma, 1e-5, device=device), lambda: reference.rms_norm(x, gamma, 1e-5), 1e-5, 1e-3 if dtype == "f16" else 1e-6)
 
@@ -106,7 +70,7 @@ def _mlp(
     device: Device, rng: np.random.Generator, *, weights: str, tokens: str, mixed: bool, bias: bool, fused: bool = True
 ) -> Iterator[Result]:
     """`mixed`: gate and up are of different kinds, so that two dispatches compute them."""
-    yield from _mlp_of(device, rng, weights, int(tokens.split()[0]), 2 * _width(_parted(weights)[0]), mixed=mixed, bias=bias, fused=fused)
+    yield from _mlp_of(device, rng, weights, int(tokens.split()[0]), 2 * width_of(_parted(weights)[0]), mixed=mixed, bias=bias, fused=fused)
 
 
 def _large_mlp(device: Device, rng: np.random.Generator, *, weights: str) -> Iterator[Result]:
@@ -119,19 +83,19 @@ def _large_mlp(device: Device, rng: np.random.Generator, *, weights: str) -> Ite
 def _half_mlp(device: Device, rng: np.random.Generator, *, weights: str, tokens: int, mixed: bool, bias: bool) -> Iterator[Result]:
     if not half_fits(device.profile, tokens):
         raise Unsupported(f"{device.name} has no matrix units that this backend can use: arithmetic half is exact there.")
-    yield from _mlp_of(device, rng, f"{weights} half", tokens, 2 * _width(weights) if tokens < 256 else 2048, mixed=mixed, bias=bias, fused=True)
+    yield from _mlp_of(device, rng, f"{weights} half", tokens, 2 * width_of(weights) if tokens < 256 else 2048, mixed=mixed, bias=bias, fused=True)
 
 
 def _mlp_of(
     device: Device, rng: np.random.Generator, weights: str, tokens: int, hidden: int, *, mixed: bool, bias: bool, fused: bool
 ) -> Iterator[Result]:
     kind, arithmetic = _parted(weights)
-    E = _width(kind)
+    E = width_of(kind)
     kinds = {"gate": "F16" if mixed else kind, "up": kind, "down": kind}
     if kind == "F16" and mixed:
         kinds["gate"] = "F32"
     shapes = {"gate": (hidden, E), "up": (hidden, E), "down": (E, hidden)}
-    given: dict[str, Any] = {"norm": _vector(rng, E)} | {name: random_matrix(rng, *shapes[name], kinds[name]) for name in shapes}
+    given: dict[str, Any] = {"norm": random_vector(rng, E)} | {name: random_matrix(rng, *shapes[name], kinds[name]) for name in shapes}
     if bias:
         given |= {f"b_{name}": _normal(rng, rows) for name, (rows, _) in shapes.items()}
     x = _normal(rng, tokens, E)
@@ -169,14 +133,14 @@ def _attention(
 ) -> Iterator[Result]:
     """A prompt and two steps, and no room for more. `mixed`: V is of another kind than Q and K. Residual: none, of its own, or x itself."""
     (kind, arithmetic), fused = _parted(weights), layer == "fused"
-    E, H, Hkv, D = _width(kind), FORMATS[kind].block // 32 if FORMATS[kind].block > 32 else 4, 2, 32
+    E, H, Hkv, D = width_of(kind), FORMATS[kind].block // 32 if FORMATS[kind].block > 32 else 4, 2, 32
     shapes = {"wq": (H * D, E), "wk": (Hkv * D, E), "wv": (Hkv * D, E), "wo": (E, H * D)}
     kinds = dict.fromkeys(shapes, kind) | ({"wv": "F32" if kind == "F16" else "F16"} if mixed else {})
-    given: dict[str, Any] = {"norm": _vector(rng, E)} | {name: random_matrix(rng, *shapes[name], kinds[name]) for name in shapes}
+    given: dict[str, Any] = {"norm": random_vector(rng, E)} | {name: random_matrix(rng, *shapes[name], kinds[name]) for name in shapes}
     if bias:
         given |= {f"b{name[1]}": _normal(rng, rows) for name, (rows, _) in shapes.items()}
     if qk_norm:
-        given |= {name: _vector(rng, D) for name in ("q_norm", "k_norm")}
+        given |= {name: random_vector(rng, D) for name in ("q_norm", "k_norm")}
     sizes = {"num_heads": H, "num_kv_heads": Hkv, "head_dim": D}
     turns = _ROPES[rope]
     block = FusedAttention(
@@ -194,68 +158,12 @@ def _attention(
         close = {"nmse": _EMULATED if emulated else 5e-4}
     elif kv_dtype == "f16":
         close = {"absolute": 5e-3}
-    if kv_dtype in _QUANTISED:
-        close = {"nmse": _QUANTISED[kv_dtype] + close.get("nmse", 0)}
+    if kv_dtype in QUANTISED_CACHE:
+        close = {"nmse": QUANTISED_CACHE[kv_dtype] + close.get("nmse", 0)}
     yield Result("y", out, lambda: expected()[0] + (0 if added is None else added), **close)
     kept = close if "nmse" in close else {"absolute": 2e-5, "relative": 1e-3 if kv_dtype == "f16" else 2e-6}
     yield Result("keys", block.cache.k(), lambda: expected()[1], **kept)
     yield Result("values", block.cache.v(), lambda: expected()[2], **kept)
-
-
-# ---- a model
-
-
-class _RandomFile(ModelFile):
-    """A model of random weights that was never in a file."""
-
-    def __init__(self, rng: np.random.Generator, arch: str, kind: str, tied: bool, vocab: int = 300):
-        E = _width(kind)
-        H, Hkv, D, hidden = 4, 2, E // 4 if E % 128 else 32, E
-        self.path, self.architecture = Path("random weights"), arch
-        numbers = {"embedding_length": E, "attention.head_count": H, "attention.head_count_kv": Hkv, "attention.key_length": D, "block_count": 2}
-        numbers |= {"feed_forward_length": hidden, "attention.value_length": D, "attention.layer_norm_rms_epsilon": 1e-5, "rope.dimension_count": D}
-        self.metadata = {f"{arch}.{name}": number for name, number in numbers.items()}
-        self.tensors = {}
-        self._add("token_embd.weight", random_matrix(rng, vocab, E, kind))
-        self._add("output_norm.weight", _vector(rng, E))
-        if not tied:
-            self._add("output.weight", random_matrix(rng, vocab, E, kind))
-        shapes = {"attn_q": (H * D, E), "attn_k": (Hkv * D, E), "attn_v": (Hkv * D, E), "attn_output": (E, H * D)}
-        shapes |= {"ffn_gate": (hidden, E), "ffn_up": (hidden, E), "ffn_down": (E, hidden)}
-        for i in range(2):
-            for name, shape in shapes.items():
-                self._add(f"blk.{i}.{name}.weight", random_matrix(rng, *shape, kind if shape[1] % FORMATS[kind].block == 0 else "F32"))
-            for name, n in {"attn_norm": E, "ffn_norm": E, **({"attn_q_norm": D, "attn_k_norm": D} if arch == "qwen3" else {})}.items():
-                self._add(f"blk.{i}.{name}.weight", _vector(rng, n))
-            if arch == "qwen2":
-                for name in ("attn_q", "attn_k", "attn_v"):
-                    self._add(f"blk.{i}.{name}.bias", _normal(rng, shapes[name][0]))
-
-    def _add(self, name: str, weight: QuantizedTensor | np.ndarray) -> None:
-        kind, data = (weight.kind, weight.raw) if isinstance(weight, QuantizedTensor) else ("F32", weight)
-        self.tensors[name] = FileTensor(name, weight.shape, kind, data.reshape(-1).view(np.uint8))
-
-    def dequantised(self) -> dict[str, np.ndarray]:
-        found = {}
-        for name, t in self.tensors.items():
-            found[name] = QuantizedTensor(t.data, t.shape, t.kind).dequantize() if len(t.shape) == 2 else t.data.view(np.float32)
-        return found
-
-
-def _model(device: Device, rng: np.random.Generator, *, arch: str, weights: str, kv_dtype: str, tied: bool) -> Iterator[Result]:
-    """Logits of a prompt and of a step; then greedy generation, whose tokens must be those that the reference ranks first."""
-    file = _RandomFile(rng, arch, weights, tied)
-    model = Llama(file, kv_dtype=kv_dtype, capacity=300, device=device)
-    prompt = rng.integers(0, model.config.vocab_size, 21).tolist()
-    got = np.stack([model.prefill(prompt[:-1]), model.decode(prompt[-1])])
-    model.reset()
-    tokens = list(model.generate(prompt, 5, stop_ids=()))
-    expected = once(lambda: reference.llama(file.dequantised(), prompt + tokens[:-1], model.config))
-    error = {"f32": 2e-4, "f16": 2e-2, "q8_0": 0.1, "q4_0": 1.0}[kv_dtype]
-    close = {"nmse": 2 * _QUANTISED[kv_dtype]} if kv_dtype in _QUANTISED else {"absolute": error}
-    yield Result("logits", got, lambda: expected()[len(prompt) - 2 : len(prompt)], **close)
-    chosen = lambda: expected()[len(prompt) - 1 :][np.arange(len(tokens)), tokens]  # noqa: E731
-    yield Result("best logit less that of the token chosen", np.zeros(len(tokens)), lambda: expected()[len(prompt) - 1 :].max(1) - chosen(), error)
 
 
 NORM = Family("rms_norm", {"dtype": tuple(_DTYPES), "weight": tuple(_DTYPES), "width": (64, 37, 1000)}, _norm)
@@ -282,5 +190,4 @@ ATTENTION = Family(
     rows=("layer",),
     numbers=("rope", "prompt"),
 )
-MODEL = Family("model", {"arch": tuple(ARCHITECTURES), "weights": tuple(FORMATS), "kv_dtype": tuple(KV_FORMATS), "tied": (True, False)}, _model)
-FAMILIES = (NORM, ROPE, MLP, UNFUSED_MLP, LARGE_MLP, MATRIX_UNITS, ATTENTION, MODEL)
+FAMILIES = (NORM, ROPE, MLP, UNFUSED_MLP, LARGE_MLP, MATRIX_UNITS, ATTENTION)

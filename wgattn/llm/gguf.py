@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ..block.quant import QuantizedTensor
 from ..errors import CapacityError, FormatError, ModelNotFound, Unsupported, WgattnError
 from ..extras import load_extra
 
@@ -65,6 +66,12 @@ class FileTensor:
     def nbytes(self) -> int:
         """Bytes that the tensor takes in the file."""
         return self.data.nbytes
+
+    def dequantize(self) -> np.ndarray:
+        """Its numbers in float32: of a vector, F32 or F16, or of a matrix of any kind that our kernels read."""
+        if len(self.shape) == 1:
+            return self.data.view({"F32": np.float32, "F16": np.float16}[self.kind]).astype(np.float32)
+        return QuantizedTensor(self.data, self.shape, self.kind).dequantize()
 
 
 class ModelFile:

@@ -59,7 +59,7 @@ class _Tensors:
         if name not in self.left:
             raise FormatError(f"{self.file.path} lacks the tensor {name}; download it again.")
         tensor = self.left.pop(name)
-        values = tensor.data.view({"F32": np.float32, "F16": np.float16}[tensor.kind]).astype(np.float32)
+        values = tensor.dequantize()
         if not np.isfinite(values).all():
             raise FormatError(f"{self.file.path}, tensor {name}: {np.count_nonzero(~np.isfinite(values))} numbers are not finite; download it again.")
         return values
