@@ -137,14 +137,14 @@ def test_each_int8_tile(force, rng, tile, output):
     for rows in (2, 2 * tile.rows + 6) if output == "swiglu" else (1, 2 * tile.rows + 7):
         for count in (1, tile.tokens + 3, 2 * tile.tokens):
             error = project(device, rng, random_matrix(rng, rows, columns, kind), 2 * tile.tokens, count, output, turn % 2 == 0, turn // 2 % 2 == 0)
-            assert error < (1e-9 if turn % 2 else 1e-5), (rows, count)  # x * gamma may be a tie between two codes
+            assert error < (1e-7 if turn % 2 else 1e-4), (rows, count)  # x * gamma may be a tie between two codes
 
 
 @pytest.mark.conformance(kind=["Q4_0", "Q4_K", "Q6_K"])
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_each_format_in_int8(force, rng, kind):
     for tile in tiles._INT8_TILES[:2] if kind in ("Q4_K", "Q6_K") else tiles._INT8_TILES[2:]:
-        assert project(force(tile), rng, random_matrix(rng, 71, 768, kind), tile.tokens + 9, tile.tokens + 8, "store", False, True) < 1e-9
+        assert project(force(tile), rng, random_matrix(rng, 71, 768, kind), tile.tokens + 9, tile.tokens + 8, "store", False, True) < 1e-8
 
 
 @pytest.mark.conformance
