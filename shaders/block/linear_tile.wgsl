@@ -35,13 +35,17 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   let team = index / 32u;                        // takes 8 invocations along the rows by 4 along the tokens
   let across = team % (ACROSS / 8u) * 8u + index / 2u % 8u;
   let down = team / (ACROSS / 8u) * 4u + index / 16u % 2u * 2u + index % 2u;
+  let chunks = (params.columns + 15u) / 16u;
+  let quads = 4u * chunks;
+  let steps = (chunks + STEP_CHUNKS - 1u) / STEP_CHUNKS;
+  // The next tile is loaded into registers while this one is multiplied.
   let x_quad = index % STEP_QUADS;
   //@ unroll n in 0..X_LOADS
   let token$n = index / STEP_QUADS + $nu * (WORKGROUP / STEP_QUADS);
-  let x_at$n = input_token(min(first_token + token$n, last_token)) * (params.x_stride / 4u) + x_quad;
+  let x_at$n = input_token(min(first_token + token$n, last_token)) * (params.x_stride / 4u);
   let x_place$n = (token$n / 4u) ^ (X_SWIZZLE * x_quad);
   var squares$n = 0.0;
-  var x$n = vec4<f32>();
+  var x$n = x[x_at$n + min(x_quad, quads - 1u)];
   //@ end
   //@ unroll u in 0..TOKEN_QUADS
   //@ unroll t in 0..4
@@ -50,9 +54,6 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   //@ end
   //@ end
   //@ end
-  let chunks = (params.columns + 15u) / 16u;
-  let steps = (chunks + STEP_CHUNKS - 1u) / STEP_CHUNKS;
-  // The next tile is loaded into registers while this one is multiplied.
   //@ unroll n in 0..W_LOADS
   let row$n = (index + $nu * WORKGROUP) / STEP_CHUNKS;
   let chunk$n = (index + $nu * WORKGROUP) % STEP_CHUNKS;
@@ -61,11 +62,6 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   var code$n = codes_load(source$n, min(chunk$n, chunks - 1u));
   var scales$n = scales_load(source$n, min(chunk$n, chunks - 1u));
   //@ end
-  if (x_quad < chunks * 4u) {                    // beyond the columns: zeros
-    //@ unroll n in 0..X_LOADS
-    x$n = x[x_at$n];
-    //@ end
-  }
   for (var s = 0u; s < steps; s++) {
     //@ unroll n in 0..W_LOADS
     {
@@ -79,10 +75,12 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
       //@ end
     }
     //@ end
+    let quad = s * STEP_QUADS + x_quad;
     //@ unroll n in 0..X_LOADS
     {
-      squares$n += norm_square(x$n);
-      let v = norm_apply4(x$n, min(s * STEP_QUADS + x_quad, chunks * 4u - 1u));
+      let raw = select(vec4<f32>(), x$n, quad < quads);                        // beyond the columns: zeros
+      squares$n += norm_square(raw);
+      let v = norm_apply4(raw, min(quad, quads - 1u));
       //@ unroll r in 0..4
       x_tile[x_quad * 4u + $ru][x_place$n][token$n % 4u] = v[$r];
       //@ end
@@ -94,15 +92,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
       code$n = codes_load(source$n, min((s + 1u) * STEP_CHUNKS + chunk$n, chunks - 1u));
       scales$n = scales_load(source$n, min((s + 1u) * STEP_CHUNKS + chunk$n, chunks - 1u));
       //@ end
-      if ((s + 1u) * STEP_QUADS + x_quad < chunks * 4u) {
-        //@ unroll n in 0..X_LOADS
-        x$n = x[x_at$n + (s + 1u) * STEP_QUADS];
-        //@ end
-      } else {
-        //@ unroll n in 0..X_LOADS
-        x$n = vec4<f32>();
-        //@ end
-      }
+      //@ unroll n in 0..X_LOADS
+      x$n = x[x_at$n + min(quad + STEP_QUADS, quads - 1u)];
+      //@ end
     }
     //@ unroll c in 0..STEP
     {

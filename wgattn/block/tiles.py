@@ -29,6 +29,11 @@ class TileShape:
         return self.rows // self.rows_each * (self.tokens // self.tokens_each)
 
     @property
+    def work(self) -> float:
+        """Of a tile, relative to others: its products, and its loads, each of which costs as much as eight products."""
+        return self.rows * self.tokens + 8 * (self.rows + self.tokens)
+
+    @property
     def workgroup_bytes(self) -> int:
         return 4 * STEP * (self.rows + self.tokens)
 
@@ -66,15 +71,16 @@ class Int8TileShape(TileShape):
 _TILES = (TileShape(128, 128, 8, 8), TileShape(64, 64, 8, 4), TileShape(64, 32, 4, 4))
 _INT8_TILES = (Int8TileShape(64, 64, 4, 8, 2), Int8TileShape(64, 64, 4, 8, 1), Int8TileShape(64, 32, 4, 4, 2))
 """Tiles for many tokens, the one that needs the fewest loads first."""
-_GPU_LANES = 32768
+_GPU_LANES = 24576
 """Invocations that keep a large GPU busy; where there are fewer, tiles are made smaller."""
 
 
 def choose_tile(profile: DeviceProfile, rows: int, tokens: int, int8: bool) -> TileShape | None:
-    """The largest tiles that fit the device and keep it busy, else the smallest that fit; None where none fit."""
+    """Of the tiles that fit the device and keep it busy the quickest, else the smallest that fits; None where none fits."""
     fit = [t for t in (_INT8_TILES if int8 else _TILES) if t.workgroup_bytes <= profile.workgroup_memory and t.workgroup <= profile.max_invocations]
-    enough = [t for t in fit if -(-rows // t.rows) * -(-tokens // t.tokens) * t.workgroup >= _GPU_LANES]
-    return (enough or fit[-1:] or [None])[0]
+    count = {t: -(-rows // t.rows) * -(-tokens // t.tokens) for t in fit}
+    enough = [t for t in fit if count[t] * t.workgroup >= _GPU_LANES]
+    return min(enough, key=lambda t: count[t] * t.work, default=fit[-1] if fit else None)
 
 
 def record_int8(recording: Recording, step: Any, x: Any, tokens: int, columns: int, gamma: Any, eps: float, token: str, label: str) -> dict[str, Any]:
