@@ -43,7 +43,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   let seen = flash_keys(b, first_row, TILE_ROWS);
   let all_from = first_key(b, (min(first_row + TILE_ROWS, flash_count()) - 1u) / flash_ratio());     // every row sees the keys from here
   let all_to = end_key(b, first_row / flash_ratio());                                                // to here
-  let last = max(seen.y, 1u) - 1u;
+  let last = max(seen.y, 1u) - 1u;               // in the place of keys behind it, which may be NaN: a probability of 0 would not hide that
   //@ unroll h in 0..ROW_QUADS
   var max$h = vec4<f32>(LOWEST);
   var sum$h = vec4<f32>();                       // of this lane's keys; added up at the end
@@ -221,9 +221,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
       }
       //@ unroll n in 0..V_LOADS
       if (v_key$n < 4u * SLICE) {
-        let v = values_decode(v$n, v_column$n);
-        let inside = first + v_key$n < count && v_c$n < VALUE_WIDTH;           // beyond the keys there may be NaN, which a probability of 0 does not hide
-        kv_tile[v_key$n % 4u * VALUE_QUADS + v_c$n / LANES][v_key$n / 4u * LANES + v_c$n % LANES] = select(vec4<f32>(), v, inside);
+        kv_tile[v_key$n % 4u * VALUE_QUADS + v_c$n / LANES][v_key$n / 4u * LANES + v_c$n % LANES] = values_decode(v$n, v_column$n);
       }
       //@ end
       workgroupBarrier();

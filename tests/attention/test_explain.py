@@ -182,7 +182,7 @@ def test_matrix_units_where_f16_is_precise_enough():
     wanted = [(half, "flash_matrix"), ({"half": True}, "flash_matrix"), ({}, "flash"), ({"kv_dtype": "f16"}, "flash"), ({**half, "queries": 8}, "split")]
     for changes, path in wanted:
         assert choose(UNITS, replace(PLAIN, **{"queries": 64, **changes})).path == path, changes
-    for lacking in ({"matrix_units": ()}, {"f16": False}, {"subgroup_size": 0}, {"workgroup_memory": 1024}):
+    for lacking in ({"matrix_units": ()}, {"f16": False}, {"subgroup_size": 0}, {"workgroup_memory": 2048}):
         assert choose(replace(UNITS, **lacking), replace(PLAIN, queries=64, half=True)).path == "flash", lacking
 
 
@@ -229,6 +229,7 @@ def test_a_path_that_does_not_exist():
 IMPOSSIBLE = {
     "flash, batch": ("flash", SMALL, replace(PLAIN, batch=70_000), ("70000", "65535")),
     "flash, KV heads": ("flash", SMALL, replace(PLAIN, num_heads=70_000, num_kv_heads=70_000), ("70000", "65535")),
+    "flash, values": ("flash", SMALL, replace(PLAIN, value_dim=8192), ("8192", "16384")),
     "split": ("split", SMALL, replace(PLAIN, value_dim=8192), (str(16 * 2048 + 8), "16384")),
     "unfused, keys": ("unfused", replace(SMALL, max_workgroups=100), replace(PLAIN, keys=30_000), ("30000", "118", "100")),
     "unfused, scores": ("unfused", SMALL, replace(PLAIN, queries=8192, keys=8192), ("8192 x 8192", str(1 << 28), str(1 << 27))),

@@ -150,11 +150,10 @@ def test_looking_up_makes_and_submits_nothing(device: Device, cache: TuningCache
 
 def test_recordings_use_what_was_tuned(gpu: Device, cache: TuningCache):
     default = words(gpu, "flash", SMALL)
-    rows_ = 1 if default["ROWS"] != 1 else 2
-    shape = replace(flash.choose_flash(gpu.profile, SMALL), rows=rows_)
+    shape = next(s for s in tune.flash_candidates(gpu.profile, tune.rounded(SMALL)) if s.lanes != default["LANES"])
     cache.put(tune._key(gpu, "flash", SMALL), dataclasses.asdict(shape), 1e-3)
-    assert words(gpu, "flash", SMALL)["ROWS"] == rows_
-    assert words(gpu, "flash", replace(SMALL, keys=40))["ROWS"] == default["ROWS"], "another problem"
+    assert words(gpu, "flash", SMALL)["LANES"] == shape.lanes
+    assert words(gpu, "flash", replace(SMALL, keys=40))["LANES"] == default["LANES"], "another problem"
 
     problem = replace(SMALL, queries=64, keys=64, head_dim=64, value_dim=64)
     before = words(gpu, "gemm", problem)
@@ -164,7 +163,10 @@ def test_recordings_use_what_was_tuned(gpu: Device, cache: TuningCache):
     assert (before["scores MWG"], after["scores MWG"], after["outputs MWG"]) == (64, 16, 32)
 
 
-@pytest.mark.parametrize("choice", [{}, {"lanes": 3}, {"lanes": 4, "rows": 1, "keys": 1, "workgroup": 7}, [1, 2], "best", 5])
+_ODD = {"lanes": 4, "row_quads": 1, "key_quads": 1, "slice": 4, "p_quads": 4, "workgroup": 7}
+
+
+@pytest.mark.parametrize("choice", [{}, {"lanes": 3}, _ODD, [1, 2], "best", 5])
 def test_a_stored_shape_that_makes_no_sense_is_not_used(gpu: Device, cache: TuningCache, choice: object):
     default = words(gpu, "flash", SMALL)
     cache.put(tune._key(gpu, "flash", SMALL), choice, 1e-3)

@@ -45,12 +45,7 @@ class FlashPath:
     """Prefill: tiles of queries, online softmax, no scores in memory."""
 
     def unsupported(self, profile: DeviceProfile, problem: Problem) -> str | None:
-        limit = profile.max_workgroups
-        if max(problem.num_kv_heads, problem.batch) > limit:
-            return f"{problem.num_kv_heads} KV heads and {problem.batch} sequences must each be at most {limit}."
-        if problem.storage_buffers > profile.max_storage_buffers:
-            return f"it binds {problem.storage_buffers} storage buffers, there are {profile.max_storage_buffers}."
-        return None
+        return flash.unsupported(profile, problem)
 
     def shape(self, profile: DeviceProfile, problem: Problem) -> flash.FlashShape:
         return flash.choose_flash(profile, problem)

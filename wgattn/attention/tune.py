@@ -12,7 +12,7 @@ import numpy as np
 from ..gpu import Device, DeviceProfile, Recording, StepState
 from ..gpu.tuning import TuningCache, TuningKey, default_cache, find, tune, tuning_key
 from . import flash, gemm
-from .flash import FlashShape
+from .flash import FlashShape, FlashTileShape
 from .gemm import GemmShape, GemmShapes
 from .kv_cache import KVCache
 from .kv_format import kv_format
@@ -70,12 +70,13 @@ def _key(device: Device, path: str, problem: Problem, product: str = "") -> Tuni
 
 
 def flash_candidates(profile: DeviceProfile, problem: Problem) -> list[FlashShape]:
-    """Shapes around `choose_flash`'s, which comes first; pure."""
+    """The shapes that a device can run, `choose_flash`'s first; on a CPU those around it; pure."""
     chosen = flash.choose_flash(profile, problem)
-    others = [replace(chosen, rows=rows, keys=keys) for rows in (1, 2, 4, 8) for keys in (1, 2, 4) if rows * keys <= 16]
-    others += [replace(chosen, lanes=lanes, workgroup=max(lanes, chosen.workgroup)) for lanes in (chosen.lanes // 4, chosen.lanes // 2) if lanes >= 4]
-    others += [replace(chosen, workgroup=workgroup) for workgroup in (32, 128, 256) if chosen.lanes <= workgroup and not profile.software]
-    return [s for s in dict.fromkeys((chosen, *others)) if s.workgroup <= profile.max_invocations]
+    if isinstance(chosen, FlashTileShape):
+        others = flash.tile_shapes(profile, problem)
+    else:
+        others = [replace(chosen, rows=rows, keys=keys) for rows in (1, 2, 4, 8) for keys in (1, 2, 4) if rows * keys <= 16]
+    return list(dict.fromkeys((chosen, *others)))
 
 
 def gemm_candidates(profile: DeviceProfile, problem: Problem, product: str) -> list[GemmShape]:
