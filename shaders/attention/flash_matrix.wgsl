@@ -1,10 +1,10 @@
 // Attention of many queries on matrix units: o = softmax(adjust(scale * q . K)) . V, q, K, V and probabilities as f16, sums in f32.
 //                                                                                                            reference.attention
 // A workgroup computes 16 rows a subgroup, as flash_rows numbers them, and walks over the keys that any of them sees, KEYS at a time: scores go
-// through workgroup memory to lanes, LANES_ROW of them a row, and probabilities back.
+// through workgroup memory to lanes, LANES_ROW of them a row, and probabilities back, in the place of the scores.
 // FlashAttention (Dao et al. 2022), online softmax (Milakov and Gimelshein 2018). Matrices have no element access, so that outputs are rescaled
 // only where the maximum of a row grew by more than 8 (scores are in log2 units): probabilities are at most 2^8.
-// Workgroup memory: MEMORY: a tile of keys, one of values, scores and probabilities of each subgroup; at first the queries, at the end outputs.
+// Workgroup memory: MEMORY: a tile of keys, one of values, scores or probabilities of each subgroup; at first the queries, at the end outputs.
 // Options: HEAD_DIM, VALUE_DIM, KEYS, KEY_MATRICES = KEYS / 16, K_MATRICES, V_MATRICES = dims / 16 (rounded up), K_LOADS, V_LOADS = KEYS * matrices * 2 /
 // WORKGROUP (rounded up), QUADS = KEYS / 4 / LANES_ROW, LANES_ROW = SUBGROUP / 16, PLAIN, WORKGROUP, SUBGROUP, MEMORY;
 // parts: problem, lengths_*, rows_* as query, keys and values, row_halves_* as keys and values, adjust_*, flash_rows, store_* as out, finish, sink_*, lse_*.
@@ -16,12 +16,11 @@ const V_PIECES = 2u * V_MATRICES;
 const K_STRIDE = K_PIECES + 1u;                  // in vectors of eight halves; odd, so that lanes share no bank
 const V_STRIDE = V_PIECES + 1u;
 const S_STRIDE = KEYS / 4u + 1u;                 // in vectors of four floats
-const P_STRIDE = KEYS / 8u + 1u;                 // in vectors of eight halves
 const V_AT = 16u * KEYS * K_STRIDE;              // bytes
 const S_AT = V_AT + 16u * KEYS * V_STRIDE;
-const P_AT = S_AT + 16u * TILE_ROWS * S_STRIDE;
-const FACTORS_AT = P_AT + 16u * TILE_ROWS * P_STRIDE;
+const FACTORS_AT = S_AT + 16u * TILE_ROWS * S_STRIDE;
 const FLAG_AT = FACTORS_AT + 4u * TILE_ROWS;
+const O_AT = select(FLAG_AT + 16u, 0u, V_AT >= 1024u * TEAMS);   // a matrix of outputs a subgroup: where the keys were, if that is enough
 
 alias Left = subgroup_matrix_left<f16, 16, 16>;
 alias Right = subgroup_matrix_right<f16, 16, 16>;
@@ -65,10 +64,12 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   let v_halves = bufferView<array<f16, KEYS * V_STRIDE * 8u>>(&memory, V_AT);
   let s_floats = bufferView<array<f32, TILE_ROWS * S_STRIDE * 4u>>(&memory, S_AT);
   let s_vectors = bufferView<array<vec4<f32>, TILE_ROWS * S_STRIDE>>(&memory, S_AT);
-  let p_pairs = bufferView<array<vec2<u32>, TILE_ROWS * P_STRIDE * 2u>>(&memory, P_AT);
-  let p_halves = bufferView<array<f16, TILE_ROWS * P_STRIDE * 8u>>(&memory, P_AT);
+  let p_pairs = bufferView<array<vec2<u32>, TILE_ROWS * S_STRIDE * 2u>>(&memory, S_AT);
+  let p_halves = bufferView<array<f16, TILE_ROWS * S_STRIDE * 8u>>(&memory, S_AT);
   let factors = bufferView<array<f32, TILE_ROWS>>(&memory, FACTORS_AT);
-  let flag = bufferView<array<u32, 1>>(&memory, FLAG_AT);
+  let flags = bufferView<array<u32, 2>>(&memory, FLAG_AT);     // whether outputs are rescaled, by turns
+  let o_floats = bufferView<array<f32, TEAMS * 256u>>(&memory, O_AT);
+  let o_vectors = bufferView<array<vec4<f32>, TEAMS * 64u>>(&memory, O_AT);
   let q_pairs = bufferView<array<vec2<u32>, TILE_ROWS * K_STRIDE * 2u>>(&memory, 0);
   let q_halves = bufferView<array<f16, TILE_ROWS * K_STRIDE * 8u>>(&memory, 0);
 
@@ -83,7 +84,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   let query$d = subgroupMatrixLoad<Left, row_major>(q_halves, team * 16u * K_STRIDE * 8u + $du * 16u, K_STRIDE * 8u);
   //@ end
   workgroupBarrier();
-  if (index == 0u) { flag[0] = 0u; }
+  if (index < 2u) { flags[index] = 0u; }
 
   //@ unroll d in 0..V_MATRICES
   var o$d: Sums;
@@ -107,6 +108,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   let v_piece$n = (index + $nu * WORKGROUP) % V_PIECES;
   var v$n = v_vector(v_at + min(seen.x + v_key$n, last) * params.v_row, v_piece$n, seen.x + v_key$n < seen.y);
   //@ end
+  var turn = 0u;
   for (var base = seen.x; base < seen.y; base += KEYS) {
     //@ unroll n in 0..K_LOADS
     k_vectors[k_key$n * K_STRIDE + k_piece$n] = k$n;
@@ -147,7 +149,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     for (var distance = 1u; distance < LANES_ROW; distance <<= 1u) { high = max(high, subgroupShuffleXor(high, distance)); }
     if (high > reference + 8.0) {
       let keep = exp2(max(reference - high, -126.0));
-      if (reference > LOWEST) { flag[0] = 1u; }
+      if (reference > LOWEST) { flags[turn] = 1u; }
       if (part == 0u) { factors[own] = keep; }
       sum *= keep;
       reference = high;
@@ -158,26 +160,25 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     {
       let p = select(vec4<f32>(), exp2(x$v - reference), x$v > vec4<f32>(LOWEST));
       sum += dot(p, vec4<f32>(1.0));
-      p_pairs[own * P_STRIDE * 2u + part * QUADS + $vu] = vec2<u32>(pack2x16float(p.xy), pack2x16float(p.zw));
+      p_pairs[own * S_STRIDE * 2u + part * QUADS + $vu] = vec2<u32>(pack2x16float(p.xy), pack2x16float(p.zw));
     }
     //@ end
     workgroupBarrier();
-    let rescale = flag[0] != 0u;
-    workgroupBarrier();
-    if (rescale) {                               // the same for all: outputs go through the memory of scores
+    if (flags[turn] != 0u) {                     // the same for all: outputs go through memory
       //@ unroll d in 0..V_MATRICES
-      subgroupMatrixStore<row_major>(s_floats, team * 16u * S_STRIDE * 4u, o$d, 16);
+      subgroupMatrixStore<row_major>(o_floats, team * 256u, o$d, 16);
       workgroupBarrier();
-      for (var n = lane; n < 64u; n += SUBGROUP) { s_vectors[team * 16u * S_STRIDE + n] *= factors[team * 16u + n / 4u]; }
+      for (var n = lane; n < 64u; n += SUBGROUP) { o_vectors[team * 64u + n] *= factors[team * 16u + n / 4u]; }
       workgroupBarrier();
-      o$d = subgroupMatrixLoad<Sums, row_major>(s_floats, team * 16u * S_STRIDE * 4u, 16);
+      o$d = subgroupMatrixLoad<Sums, row_major>(o_floats, team * 256u, 16);
       workgroupBarrier();
       //@ end
-      if (index == 0u) { flag[0] = 0u; }
     }
+    turn = 1u - turn;
+    if (index == 0u) { flags[turn] = 0u; }       // nobody looks at it before the next tile
     //@ unroll k in 0..KEY_MATRICES
     {
-      let p = subgroupMatrixLoad<Left, row_major>(p_halves, team * 16u * P_STRIDE * 8u + $ku * 16u, P_STRIDE * 8u);
+      let p = subgroupMatrixLoad<Left, row_major>(p_halves, team * 16u * S_STRIDE * 8u + $ku * 16u, S_STRIDE * 8u);
       //@ unroll d in 0..V_MATRICES
       o$d = subgroupMatrixMultiplyAccumulate(p, subgroupMatrixLoad<Right, row_major>(v_halves, $ku * 16u * V_STRIDE * 8u + $du * 16u, V_STRIDE * 8u), o$d);
       //@ end
@@ -189,7 +190,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   let real = first_row + own < flash_count();
   if (part == 0u) { factors[own] = finish(b, row.h, row.i, reference, sum, real); }
   //@ unroll d in 0..V_MATRICES
-  subgroupMatrixStore<row_major>(s_floats, team * 16u * S_STRIDE * 4u, o$d, 16);
+  subgroupMatrixStore<row_major>(o_floats, team * 256u, o$d, 16);
   workgroupBarrier();
   for (var n = lane; n < 64u; n += SUBGROUP) {
     let r = team * 16u + n / 4u;
@@ -197,7 +198,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     if (first_row + r < flash_count() && c < VALUE_WIDTH) {
       let factor = factors[r];
       let at = flash_output(b, flash_row(b, group.y, first_row + r));
-      out_store(at, c, select(vec4<f32>(), s_vectors[team * 16u * S_STRIDE + n] * factor, factor > 0.0));
+      out_store(at, c, select(vec4<f32>(), o_vectors[team * 64u + n] * factor, factor > 0.0));
     }
   }
   workgroupBarrier();

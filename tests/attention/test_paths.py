@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers import assert_close, assert_untouched, dirty_workgroup_memory, poison, split_canary, with_canary
 from wgattn import reference
-from wgattn.attention import gemm, matrices, unfused
+from wgattn.attention import flash_matrix, gemm, matrices, unfused
 from wgattn.attention.matrices import Matrices, rounds
 from wgattn.attention.paths import PATHS, PORTABLE_PATHS
 from wgattn.attention.problem import OPEN, Operands, Problem, Rows, packs_output
@@ -260,7 +260,10 @@ def test_matrix_units_agree_with_the_reference(rng, units: Device, case: Case):
     if missing := PATHS["flash_matrix"].unsupported(units.profile, problem_of(case)):
         assert "workgroup memory" in missing
         return
-    check(units, "flash_matrix", case, Inputs.of(case, rng))
+    shapes = flash_matrix.fitting(units.profile, problem_of(case))
+    inputs = Inputs.of(case, rng)
+    for shape in {shapes[0], shapes[rng.integers(len(shapes))]}:
+        check(units, "flash_matrix", case, inputs, shape, shape=shape)
 
 
 @pytest.mark.slow

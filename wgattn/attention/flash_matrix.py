@@ -27,23 +27,29 @@ class FlashMatrixShape:
         return self.teams * self.subgroup
 
     def workgroup_bytes(self, problem: Problem) -> int:
-        """What the kernel keeps: tiles of keys and values, scores, probabilities, a factor a row; at first the queries."""
+        """What the kernel keeps: tiles of keys and values, scores, two numbers a row; at first the queries, at the end a matrix a subgroup."""
         k_row, v_row = (32 * math.ceil(dim / 16) + 16 for dim in (problem.head_dim, problem.value_dim))
-        rows = 16 * self.teams
-        return max(self.keys * (k_row + v_row) + rows * (4 * self.keys + 16 + 2 * self.keys + 16 + 4) + 16, rows * k_row)
+        rows, matrices = 16 * self.teams, 1024 * self.teams
+        kept = self.keys * (k_row + v_row) + rows * (4 * self.keys + 16 + 4) + 16
+        return max(kept + (0 if self.keys * k_row >= matrices else matrices), rows * k_row)
 
 
-def _fitting(profile: DeviceProfile, problem: Problem) -> list[FlashMatrixShape]:
-    """Shapes that fit the device, the quickest for large problems first."""
-    shapes = [FlashMatrixShape(teams, keys, profile.subgroup_size) for teams, keys in ((8, 16), (4, 32), (2, 32), (4, 16), (2, 16), (1, 16))]
-    return [s for s in shapes if s.workgroup_bytes(problem) <= profile.workgroup_memory and s.workgroup <= profile.max_invocations]
+_SHAPES = ((8, 32), (4, 32), (8, 16), (2, 32), (4, 16), (2, 16), (1, 16))
+"""Teams and keys: the quickest for large problems first."""
+
+
+def fitting(profile: DeviceProfile, problem: Problem) -> list[FlashMatrixShape]:
+    """Shapes that fit the device and the problem, the quickest for large ones first."""
+    shapes = [FlashMatrixShape(teams, keys, profile.subgroup_size) for teams, keys in _SHAPES]
+    fit = [s for s in shapes if s.workgroup_bytes(problem) <= profile.workgroup_memory and s.workgroup <= profile.max_invocations]
+    return sorted(fit, key=lambda s: s.teams > 4 and problem.head_dim <= 64)  # short rows of keys are worth fewer queries
 
 
 def unsupported(profile: DeviceProfile, problem: Problem) -> str | None:
     """What is missing, in a sentence, or None."""
     if _UNIT not in profile.matrix_units or not profile.f16 or profile.subgroup_size not in (16, 32, 64):
         return "it needs matrix units of 16 x 16 x 16 from f16 to f32, which only backend dawn uses."
-    if not _fitting(profile, problem):
+    if not fitting(profile, problem):
         return f"heads of {problem.head_dim} and {problem.value_dim} do not fit {profile.workgroup_memory} bytes of workgroup memory."
     if max(problem.num_kv_heads, problem.batch) > profile.max_workgroups:
         return f"{problem.num_kv_heads} KV heads and {problem.batch} sequences must each be at most {profile.max_workgroups}."
@@ -54,11 +60,11 @@ def unsupported(profile: DeviceProfile, problem: Problem) -> str | None:
 
 def choose_flash_matrix(profile: DeviceProfile, problem: Problem) -> FlashMatrixShape:
     """The shape for a problem on a device; pure."""
-    fit = _fitting(profile, problem)
+    fit = fitting(profile, problem)
     rows = problem.queries * problem.ratio
     largest = fit[0]
     few = -(-rows // (16 * largest.teams)) * problem.num_kv_heads * problem.batch < _GPU_WORKGROUPS
-    return next((s for s in fit if s.teams < largest.teams), largest) if few else largest
+    return next((s for s in fit if s.teams <= 4), largest) if few else largest
 
 
 def record(recording: Recording, problem: Problem, operands: Operands, shape: FlashMatrixShape) -> None:
