@@ -20,7 +20,7 @@ from wgattn.cases import FAMILIES
 from wgattn.cases.attention import MERGE
 from wgattn.cases.block import NORM
 from wgattn.cases.family import Family, Result, compare, cover
-from wgattn.cases.llm import MODEL
+from wgattn.cases.llm import MODEL, SAMPLING
 from wgattn.commands import selftest
 from wgattn.errors import DeviceError, Unsupported
 from wgattn.gpu import shader
@@ -204,6 +204,21 @@ def test_a_wrong_choice_of_tokens_fails(broken, report, monkeypatch):
     assert code == 1
     (failure,) = rows["model"]["failures"]
     assert failure["what"].startswith("best logit less that of the token chosen")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "what"),
+    [
+        ("exponent(key) + noise(id)", "exponent(key)", "how often tokens were drawn"),
+        ("goal = sampling.top_p", "goal = 0.999", "how often others than candidates were"),
+    ],
+)
+def test_wrong_draws_fail(broken, report, monkeypatch, right, wrong, what):
+    broken("llm/sample", right, wrong)
+    monkeypatch.setattr(selftest, "FAMILIES", (replace(SAMPLING, axes={"vocab": (7,), "options": ((1.5, 0, True),)}),))
+    code, _, rows = report()
+    assert code == 1
+    assert any(failure["what"].startswith(what) for failure in rows["sampling"]["failures"])
 
 
 # ---- what a device cannot do
