@@ -1,86 +1,124 @@
 // Attention of a few queries over many keys, the keys split among workgroups: o = softmax(adjust(scale * q . K)) . V   reference.attention
 // One workgroup: GROUP query heads that share a KV head, one query, one split of its keys; each key is read once for all of them.
-// A team of LANES invocations takes every TEAMS-th key, KEYS of them at a time so that loads overlap, and keeps its own online softmax; the teams
-// are merged at the end, those of one subgroup by its operations, then through workgroup memory: all heads at once where there is room.
+// A team of LANES invocations takes every TEAMS-th key, KEYS of them at a time, and keeps its own online softmax: each lane has a few channels of
+// all KEYS keys, and the sums over lanes leave it with the score of one key a head (see split_team_*), so that nothing of a softmax is done twice.
+// Keys are loaded a round ahead, as soon as the last ones have been used.
+// The teams are merged at the end, those of one subgroup by its operations, then through workgroup memory: all heads at once where there is room.
 // Online softmax: Milakov and Gimelshein 2018; split keys: flash-decoding (Dao et al. 2023). Scores are in log2 units.
-// Workgroup memory: HEADS_AT_ONCE * MERGED * (16 * VALUE_WIDTH + 8), and that of the team part.
-// Options: HEAD_DIM, VALUE_DIM, GROUP, HEADS_AT_ONCE (1 or GROUP), LANES, KEYS, SLOTS and VALUE_SLOTS = ceil(WIDTH or VALUE_WIDTH / LANES), WORKGROUP;
-// parts: problem, lengths_*, rows_* as query, keys and values, adjust_*, team_*, split_fold_*, split_one or split_many.
+// Workgroup memory: HEADS_AT_ONCE * MERGED * (16 * VALUE_WIDTH + 8).
+// Options: HEAD_DIM, VALUE_DIM, GROUP, SHARERS (workgroups that share a key), ONE_QUERY (one sequence, one query), HEADS_AT_ONCE (1 or GROUP), LANES,
+// KEYS (a power of two, at most LANES and 8), WIDE (vec4s in a unit of a row: what a lane loads at once), UNITS and VALUE_UNITS = ceil(units in a row / LANES),
+// MERGED (softmaxes of a head that meet in workgroup memory), WORKGROUP; parts: problem, lengths_*, rows_* as query, split_rows_* as keys and values,
+// adjust_*, split_team_*, split_one or split_many.
 
 const TEAMS = WORKGROUP / LANES;
-const MERGED = WORKGROUP / FOLDED;               // softmaxes of a head that meet in workgroup memory
+const FOLDED = WORKGROUP / MERGED;               // invocations that end with one result
 
 var<workgroup> merge_out: array<vec4<f32>, HEADS_AT_ONCE * MERGED * VALUE_WIDTH>;
 var<workgroup> merge_max: array<f32, HEADS_AT_ONCE * MERGED>;
 var<workgroup> merge_sum: array<f32, HEADS_AT_ONCE * MERGED>;
 
+fn products(q: vec4<f32>, k: vec4<f32>, sum: f32) -> f32 { return fma(q.x, k.x, fma(q.y, k.y, fma(q.z, k.z, fma(q.w, k.w, sum)))); }
+
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>, @builtin(local_invocation_index) index: u32) {
   team_index = index;
-  let number = params.first_group + group.x + group.y * groups.x;   // linear: batch, query, group of heads
-  let each = params.heads / GROUP;
-  let h = number % each * GROUP;                 // GROUP divides heads / kv_heads
-  let i = number / each % params.queries;
-  let b = number / each / params.queries;
-  if (b >= params.batch || i >= query_count()) { return; }
+  var number = params.first_group + group.x + group.y * groups.x;   // linear: batch, query, group of heads
+  var i = 0u;
+  var b = 0u;
+  if (!ONE_QUERY) {                              // divisions take long where little else happens
+    let row = number / (params.kv_heads * SHARERS);
+    number -= row * (params.kv_heads * SHARERS);
+    b = row / params.queries;
+    i = row - b * params.queries;
+  }
+  if (b >= params.batch || i >= query_count() || number >= params.kv_heads * SHARERS) { return; }
+  let h = number * GROUP;
   let lane = index % LANES;
   let team = index / LANES;
   let first = first_key(b, i);
   let last = max(first, end_key(b, i));
-  let share = (last - first + params.splits - 1u) / params.splits;
+  let share = split_share(last - first);
   let begin = min(first + group.z * share, last);
   let end = min(begin + share, last);
-  let kv_head = h / (params.heads / params.kv_heads);
-  let k_at = b * params.k_batch + kv_head * params.k_head;
-  let v_at = b * params.v_batch + kv_head * params.v_head;
-  //@ unroll s in 0..SLOTS
-  let slot$s = min(lane + $su * LANES, WIDTH - 1u);
-  let used$s = select(0.0, query_scale(), lane + $su * LANES < WIDTH);
+  let bottom = max(end, 1u) - 1u;                // rows beyond it are not read
+  let k_at = b * params.k_batch + number / SHARERS * params.k_head;
+  let v_at = b * params.v_batch + number / SHARERS * params.v_head;
+  //@ unroll t in 0..UNITS
+  let unit$t = min(lane + $tu * LANES, WIDTH / WIDE - 1u);
+  let used$t = select(0.0, query_scale(), lane + $tu * LANES < WIDTH / WIDE);
+  //@ unroll u in 0..KEYS
+  var k$u_$t = keys_unit(k_at + min(begin + $uu * TEAMS + team, bottom) * params.k_row, unit$t);
+  //@ end
   //@ end
   //@ unroll g in 0..GROUP
   var max$g = LOWEST;
-  var sum$g = 0.0;
-  //@ unroll s in 0..SLOTS
-  let q$g_$s = query_load(b * params.q_batch + (h + $gu) * params.q_head + i * params.q_row, slot$s) * used$s;
+  var sum$g = 0.0;                               // of the lane's keys
+  //@ unroll t in 0..UNITS
+  //@ unroll w in 0..WIDE
+  let q$g_$t_$w = query_load(b * params.q_batch + (h + $gu) * params.q_head + i * params.q_row, unit$t * WIDE + $wu) * used$t;
   //@ end
-  //@ unroll s in 0..VALUE_SLOTS
-  var o$g_$s = vec4<f32>();
+  //@ end
+  //@ unroll t in 0..VALUE_UNITS
+  //@ unroll w in 0..WIDE
+  var o$g_$t_$w = vec4<f32>();
+  //@ end
   //@ end
   //@ end
   let rounds = (end - begin + TEAMS * KEYS - 1u) / (TEAMS * KEYS);   // the same for all teams: one without a key in the last round adds nothing
   for (var round = 0u; round < rounds; round++) {
+    let at = begin + round * (TEAMS * KEYS) + team;
+    //@ unroll t in 0..VALUE_UNITS
+    let value_unit$t = min(lane + $tu * LANES, VALUE_WIDTH / WIDE - 1u);
     //@ unroll u in 0..KEYS
-    let key$u = begin + (round * KEYS + $uu) * TEAMS + team;
-    let j$u = min(key$u, end - 1u);
-    //@ unroll s in 0..SLOTS
-    let k$u_$s = keys_load(k_at + j$u * params.k_row, slot$s);
-    //@ end
-    //@ unroll s in 0..VALUE_SLOTS
-    let v$u_$s = values_load(v_at + j$u * params.v_row, min(lane + $su * LANES, VALUE_WIDTH - 1u));
+    let v$u_$t = values_unit(v_at + min(at + $uu * TEAMS, bottom) * params.v_row, value_unit$t);
     //@ end
     //@ end
     //@ unroll g in 0..GROUP
+    var sums$g = array<f32, KEYS>();
+    //@ end
+    //@ unroll u in 0..KEYS
+    //@ unroll t in 0..UNITS
+    //@ unroll w in 0..WIDE
     {
-      var higher = max$g;
-      //@ unroll u in 0..KEYS
-      var products$u = vec4<f32>();
-      //@ unroll s in 0..SLOTS
-      products$u = fma(q$g_$s, k$u_$s, products$u);
+      let k = keys_vec4_$w(k$u_$t);
+      //@ unroll g in 0..GROUP
+      sums$g[$u] = products(q$g_$t_$w, k, sums$g[$u]);
       //@ end
-      let score$u = select(LOWEST, adjust(team_add(dot(products$u, vec4<f32>(1.0))), b, h + $gu, i, j$u), key$u < end);
-      higher = max(higher, score$u);
+    }
+    //@ end
+    //@ end
+    //@ end
+    //@ unroll t in 0..UNITS
+    //@ unroll u in 0..KEYS
+    k$u_$t = keys_unit(k_at + min(at + ($uu + KEYS) * TEAMS, bottom) * params.k_row, unit$t);
+    //@ end
+    //@ end
+    let key = at + lane % KEYS * TEAMS;          // the lane's
+    //@ unroll g in 0..GROUP
+    let score$g = select(LOWEST, adjust(team_score(sums$g), b, h + $gu, i, min(key, bottom)), key < end);
+    let higher$g = max(max$g, team_max(score$g));
+    let keep$g = exp2(max$g - higher$g);
+    let p$g = select(0.0, exp2(score$g - higher$g), score$g > LOWEST);
+    max$g = higher$g;
+    sum$g = fma(sum$g, keep$g, p$g);
+    //@ unroll t in 0..VALUE_UNITS
+    //@ unroll w in 0..WIDE
+    o$g_$t_$w *= keep$g;
+    //@ end
+    //@ end
+    //@ end
+    //@ unroll u in 0..KEYS
+    {
+      //@ unroll g in 0..GROUP
+      let p$g_$u = team_from(p$g, $uu);
       //@ end
-      let keep = exp2(max$g - higher);
-      max$g = higher;
-      sum$g *= keep;
-      //@ unroll s in 0..VALUE_SLOTS
-      o$g_$s *= keep;
+      //@ unroll t in 0..VALUE_UNITS
+      //@ unroll w in 0..WIDE
+      let value$t_$w = values_vec4_$w(v$u_$t);
+      //@ unroll g in 0..GROUP
+      o$g_$t_$w = fma(vec4<f32>(p$g_$u), value$t_$w, o$g_$t_$w);
       //@ end
-      //@ unroll u in 0..KEYS
-      let p$u = select(0.0, exp2(score$u - higher), score$u > LOWEST);
-      sum$g += p$u;
-      //@ unroll s in 0..VALUE_SLOTS
-      o$g_$s = fma(vec4<f32>(p$u), v$u_$s, o$g_$s);
       //@ end
       //@ end
     }
@@ -91,16 +129,21 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   {
     let top = fold_max(max$g);
     let weight = exp2(max$g - top);
-    let total = fold_add(vec4<f32>(sum$g * weight, 0.0, 0.0, 0.0)).x;
+    let total = fold_add(team_total(sum$g) * weight);
     let at = $gu % HEADS_AT_ONCE * MERGED + merged;
     if (HEADS_AT_ONCE == 1u) { workgroupBarrier(); }
     if (index % FOLDED == 0u) {
       merge_max[at] = top;
       merge_sum[at] = total;
     }
-    //@ unroll s in 0..VALUE_SLOTS
-    let out$s = fold_add(o$g_$s * weight);
-    if (index % FOLDED < LANES && lane + $su * LANES < VALUE_WIDTH) { merge_out[at * VALUE_WIDTH + lane + $su * LANES] = out$s; }
+    //@ unroll t in 0..VALUE_UNITS
+    //@ unroll w in 0..WIDE
+    {
+      let out = fold_add4(o$g_$t_$w * weight);
+      let c = (lane + $tu * LANES) * WIDE + $wu;
+      if (index % FOLDED < LANES && c < VALUE_WIDTH) { merge_out[at * VALUE_WIDTH + c] = out; }
+    }
+    //@ end
     //@ end
     if (HEADS_AT_ONCE == 1u) {
       workgroupBarrier();
@@ -116,13 +159,18 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
 
 fn merge(b: u32, h: u32, i: u32, split: u32, c: u32, first: u32) {
   var highest = LOWEST;
-  for (var t = 0u; t < MERGED; t++) { highest = max(highest, merge_max[first + t]); }
+  //@ unroll m in 0..MERGED
+  let top$m = merge_max[first + $mu];
+  highest = max(highest, top$m);
+  //@ end
   var sum = 0.0;
   var v = vec4<f32>();
-  for (var t = 0u; t < MERGED; t++) {
-    let weight = exp2(merge_max[first + t] - highest);
-    sum = fma(weight, merge_sum[first + t], sum);
-    v = fma(vec4<f32>(weight), merge_out[(first + t) * VALUE_WIDTH + c], v);
+  //@ unroll m in 0..MERGED
+  {
+    let weight = exp2(top$m - highest);
+    sum = fma(weight, merge_sum[first + $mu], sum);
+    v = fma(vec4<f32>(weight), merge_out[(first + $mu) * VALUE_WIDTH + c], v);
   }
+  //@ end
   split_store(b, h, i, split, c, v, sum, highest);
 }

@@ -11,14 +11,15 @@ from wgattn import reference
 from wgattn.attention import split
 from wgattn.attention.kv_cache import KVCache
 from wgattn.attention.problem import Operands, Problem, Rows
-from wgattn.attention.split import choose_split, regimes
-from wgattn.gpu import Device, Recording, StepState, Tensor
+from wgattn.attention.split import SplitShape, choose_split, regimes
+from wgattn.gpu import Device, Recording, StepState, Tensor, power_of_two
 
 MAIN_VARIANTS = ["software", "gpu_shape"]
 OTHER_VARIANTS = ["gpu_shape_no_subgroup", "gpu_shape_32_lanes", "checked", "small_binding"]
 VARIANTS = MAIN_VARIANTS + OTHER_VARIANTS
 DIMS = [4, 8, 40, 64, 80, 128, 256]
 RATIOS = [1, 3, 7, 8]
+FLOATS = {"f32": np.float32, "f16": np.float16}
 LENGTHS = [1, 7, 31, 32, 33, 255, 256, 257, 1000]
 
 
@@ -288,6 +289,51 @@ def test_more_workgroups_than_a_dimension_holds(devices, rng, limit, heads):
     device = Device()
     device.profile = replace(devices["software"].profile, max_workgroups=limit)
     check(Step(device, heads, heads, 8, 1, 40), rng, 35, 1)
+
+
+FORCED = {  # lanes of a key, keys at a time, workgroup, splits
+    "one lane": (1, 1, 16, 1),
+    "two keys": (2, 2, 16, 3),
+    "two keys of four lanes": (4, 2, 16, 1),
+    "four keys": (4, 4, 32, 1),
+    "four keys, split": (4, 4, 8, 5),
+    "one key of eight lanes": (8, 1, 16, 2),
+    "two keys of eight lanes": (8, 2, 32, 1),
+    "eight keys": (8, 8, 16, 2),
+}
+DIMS_FORCED = [(64, 64, "f16"), (40, 24, "f16"), (24, 20, "f16"), (20, 40, "f32"), (9, 6, "f32"), (6, 33, "f16")]
+
+
+@pytest.mark.conformance(name=["four keys, split"])
+@pytest.mark.parametrize("name", FORCED)
+def test_shapes_that_no_device_here_would_choose(devices, rng, name):
+    """Every way to spread keys and channels over lanes, whole rows of 16 bytes or not; ALiBi tells keys and heads apart."""
+    device, (lanes, keys, workgroup, splits) = devices["gpu_shape"], FORCED[name]
+    subgroup = device.profile.subgroup_size
+    if lanes > subgroup:
+        pytest.skip(f"subgroups of {subgroup} have no teams of {lanes}")
+    for dim, value_dim, kv_dtype in DIMS_FORCED:
+        lanes = min(lanes, power_of_two(-(-min(dim, value_dim) // 4)))
+        for group, heads, length in ((1, 2, 1), (3, 6, 77), (1, 3, 130)):
+            shape = SplitShape(group, lanes, min(keys, lanes), max(workgroup, subgroup), splits, subgroup)
+            q = rng.standard_normal((2, heads, 1, dim)).astype(np.float32)
+            k, v = (rng.standard_normal((2, heads // 3 or 1, length, d)).astype(FLOATS[kv_dtype]) for d in (dim, value_dim))
+            slopes = 2.0 ** -np.arange(1.0, heads + 1)
+            problem = Problem(2, heads, k.shape[1], 1, length, dim, value_dim, dim**-0.5, kv_dtype=kv_dtype, alibi=True)
+            out = with_canary(device, poison((2, heads, 1, value_dim)))
+            operands = Operands(*(Rows.of(device.tensor(a), "bhsd") for a in (q, k, v)), out=Rows(out, heads * value_dim, value_dim, value_dim))
+            operands.alibi_slopes = device.tensor(slopes.astype(np.float32))
+            recording = Recording(device)
+            scratch = split.scratch(device, problem, shape)
+            for partial in scratch.values():
+                partial.write(poison(partial.shape))
+            dirty_workgroup_memory(device)
+            split.record(recording, problem, operands, shape, scratch)
+            recording.replay()
+            got, canary = split_canary(out, (2, heads, 1, value_dim))
+            case = {"shape": shape, "problem": problem}
+            assert_untouched(canary, where="beyond the end", **case)
+            assert_close(got, reference.attention(q, k, v, alibi_slopes=slopes)[0], max_error=2e-5, **case)
 
 
 def test_the_shape_suits_the_kernel(device: Device):

@@ -106,7 +106,7 @@ class AttentionPipeline:
         readback = Readback(out)
         operands = _operands(cache, Rows(given["query"], p.num_heads * p.head_dim, p.head_dim, 0), out)
         operands.step = given.step
-        limits = split.regimes(device.profile) if self._choose(p) == "split" else [2**32]
+        limits = split.regimes(device.profile, cache.capacity) if self._choose(p) == "split" else [2**32]
         decode = []
         for limit in limits:
             recording, bounded = Recording(device), replace(p, keys=min(limit, cache.capacity))

@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..gpu import Device, DeviceProfile, Recording, Tensor, grid, power_of_two
+from ..gpu import Device, DeviceProfile, Part, Recording, Tensor, grid, power_of_two
 from . import problem as common
 from .problem import Operands, Problem
 
-_SHORT, _LONG = 1024, 4096
-"""Keys up to which one workgroup a head is quicker than splitting and combining; and up to which few splits are."""
+_TINY, _SHORT, _MIDDLE = 256, 1024, 4096
+"""Keys up to which one workgroup a head, small or large, is quicker than splitting and combining; and up to which small workgroups then are."""
+_FEW, _MANY = 2**14, 2**16
+"""Invocations that keys are split among up to `_MIDDLE`, and beyond: on a large GPU some four and sixteen subgroups a core."""
+_WORKGROUPS = 128
+"""Enough for a large GPU: with more, heads share what they read even where sequences are short."""
 _MOST_SPLITS = 64
 _MOST_HEADS = 16
 """Query heads a workgroup. The kernel has its text once a head, and more of it can take minutes to compile."""
@@ -32,16 +36,24 @@ class SplitShape:
 
     def merge_bytes(self, value_width: int, heads: int) -> int:
         """Workgroup memory in which so many heads at once are merged."""
-        return heads * (self.workgroup // self.folded) * (16 * value_width + 8)
+        return _merge_bytes(heads * (self.workgroup // self.folded), value_width)
 
     def heads_at_once(self, value_width: int, memory: int) -> int:
         """All heads of the workgroup where that fits, else one."""
-        return self.group if self.merge_bytes(value_width, self.group) <= min(memory, 16384) else 1
+        return self.group if self.merge_bytes(value_width, self.group) <= memory else 1
 
 
-def regimes(profile: DeviceProfile) -> list[int]:
-    """Lengths up to which the same shape serves; a recording is made for each, so that a step only picks one. The last is no limit."""
-    return [2**32] if profile.software else [_SHORT, _LONG, 2**32]
+def _merge_bytes(results: int, columns: int) -> int:
+    """So many outputs, and their maxima and sums, each of the three padded to 16 bytes."""
+    return 16 * results * columns + 2 * 16 * math.ceil(results / 4)
+
+
+def regimes(profile: DeviceProfile, capacity: int = 2**32) -> list[int]:
+    """Lengths up to which the same shape serves, for sequences of up to `capacity` keys; a recording is made for each, so that a step only picks one.
+
+    The last is no limit.
+    """
+    return [limit for limit in (_TINY, _SHORT, _MIDDLE) if limit < capacity and not profile.software] + [2**32]
 
 
 def choose_split(profile: DeviceProfile, problem: Problem) -> SplitShape:
@@ -51,30 +63,32 @@ def choose_split(profile: DeviceProfile, problem: Problem) -> SplitShape:
     has a workgroup for each head, since a second dispatch would cost more than reading keys again.
     """
     width = max(problem.width, problem.value_width)
-    team = profile.team_part(2)
-    if profile.software or team == "team_workgroup":
-        lanes, keys, workgroup, registers = 1, 1, 8 if profile.software else 64, 64
-    else:
-        lanes = power_of_two(min(profile.subgroup_size, max(1, width // 2)))
-        keys, workgroup, registers = 4, min(256, power_of_two(profile.max_invocations)), 16
-    folded = max(lanes, profile.subgroup_size) if lanes > 1 and workgroup % profile.subgroup_size == 0 else lanes
-    while workgroup > folded and workgroup // folded * (16 * problem.value_width + 8) > profile.workgroup_memory:
-        workgroup //= 2
-    slots = math.ceil(width / lanes)
-    most = min(problem.ratio, _MOST_HEADS)
-    group = max(g for g in range(1, most + 1) if problem.ratio % g == 0 and (g == 1 or g * slots <= registers))
+    subgroups = profile.team_part(2) == "team_subgroup" and not profile.software
     short = problem.keys <= _SHORT and not profile.software
-    if short:
-        group = 1
-    elif keys > 1:
-        keys = 2
-    workgroups, wanted = problem.rows // group, 128 if problem.keys <= _LONG else 512
-    if wanted == 512 and workgroup // 2 >= folded:
+    if subgroups:
+        lanes = power_of_two(min(profile.subgroup_size, max(1, width // 2)))
+        keys, registers, workgroup = min(4, lanes), 16, min(_workgroup(problem.keys), power_of_two(profile.max_invocations))
+    else:
+        lanes, keys, registers, workgroup = 1, 1, 64, 8 if profile.software else 64
+    folded = profile.subgroup_size if subgroups and workgroup % profile.subgroup_size == 0 else lanes
+    slots = math.ceil(width / lanes)
+    groups = [g for g in range(1, min(problem.ratio, _MOST_HEADS) + 1) if problem.ratio % g == 0 and (g == 1 or g * slots <= registers)]
+    group = max(g for g in groups if g == 1 or not short or problem.rows // g >= _WORKGROUPS)
+    if 2 * group * slots > registers:  # many registers a lane, of which there must be enough
+        workgroup = min(workgroup, 256)
+    while workgroup > folded and _merge_bytes(workgroup // folded * (group if workgroup > 256 else 1), problem.value_width) > profile.workgroup_memory:
         workgroup //= 2
-    splits = 1 if profile.software or short else max(1, min(_MOST_SPLITS, wanted // workgroups))
+    splits = 1 if profile.software or short else (_FEW if problem.keys <= _MIDDLE else _MANY) // (workgroup * (problem.rows // group))
     if problem.storage_buffers > profile.max_storage_buffers:
         splits = max(2, splits)  # the dispatch that combines binds some of them
-    return SplitShape(group, lanes, keys, workgroup, splits, folded)
+    return SplitShape(group, lanes, keys, workgroup, max(1, min(_MOST_SPLITS, splits)), folded)
+
+
+def _workgroup(keys: int) -> int:
+    """Invocations of a workgroup by the number of keys, on a large GPU."""
+    if keys <= _TINY:
+        return 256
+    return 128 if _SHORT < keys <= _MIDDLE else 512
 
 
 def scratch(device: Device, problem: Problem, shape: SplitShape) -> dict[str, Tensor]:
@@ -90,29 +104,55 @@ def record(recording: Recording, problem: Problem, operands: Operands, shape: Sp
     device = recording.device
     limit = device.profile.max_workgroups
     many = shape.splits > 1
+    wide = _wide(problem, operands)
     kernel = device.kernel(
         "attention/split",
         *common.base_parts(problem),
-        *(common.rows_part(problem, name) for name in ("query", "keys", "values")),
+        common.rows_part(problem, "query"),
+        *(part for name in ("keys", "values") for part in _rows_parts(problem, name, wide)),
         *common.score_parts(problem),
-        device.profile.team_part(shape.lanes),
-        f"attention/parts/split_fold_{'subgroup' if shape.folded > shape.lanes else 'none'}",
+        f"attention/parts/split_team_{'subgroup' if shape.folded > 1 else 'one'}",
         *(["attention/parts/split_many"] if many else ["attention/parts/split_one", *common.finish_parts(problem)]),
         **common.options(problem),
         GROUP=shape.group,
+        SHARERS=problem.ratio // shape.group,
+        ONE_QUERY=problem.batch == problem.queries == 1,
         HEADS_AT_ONCE=shape.heads_at_once(problem.value_width, device.profile.workgroup_memory),
         LANES=shape.lanes,
         KEYS=shape.keys,
-        SLOTS=math.ceil(problem.width / shape.lanes),
-        VALUE_SLOTS=math.ceil(problem.value_width / shape.lanes),
+        WIDE=wide,
+        UNITS=math.ceil(problem.width // wide / shape.lanes),
+        VALUE_UNITS=math.ceil(problem.value_width // wide / shape.lanes),
+        MERGED=shape.workgroup // shape.folded,
         WORKGROUP=shape.workgroup,
-        SUBGROUP=device.profile.subgroup_size,
     )
     for first, number, operations in common.pieces(device.profile, problem.rows // shape.group, problem.operations):
         groups = (*grid(number, limit), shape.splits)
         common.add(recording, kernel, groups, problem, operands, partial, shape.splits, "attention", operations, first)
     if many:
+        columns = min(problem.value_width, power_of_two(device.profile.max_invocations))
+        parts = 1 if device.profile.software else power_of_two(min(shape.splits, max(1, min(256, device.profile.max_invocations) // columns)))
         kernel = device.kernel(
-            "attention/combine", *common.base_parts(problem), *common.finish_parts(problem), **common.options(problem), WORKGROUP=min(64, problem.value_width)
+            "attention/combine",
+            *common.base_parts(problem),
+            *common.finish_parts(problem),
+            **common.options(problem),
+            ONE_QUERY=problem.batch == problem.queries == 1,
+            COLUMNS=columns,
+            PARTS=parts,
+            EACH=math.ceil(shape.splits / parts),
         )
         common.add(recording, kernel, grid(problem.rows, limit), problem, operands, partial, shape.splits, label="attention combine")
+
+
+def _wide(problem: Problem, operands: Operands) -> int:
+    """vec4s of a row of keys or values that are loaded at once: 16 bytes where rows are f16 and begin at a multiple of that."""
+    rows = (operands.keys, operands.values)
+    numbers = (problem.head_dim, problem.value_dim, *(n for r in rows for n in (r.batch, r.head, r.row)))
+    return 2 if problem.kv_dtype == "f16" and all(n % 8 == 0 for n in numbers) else 1
+
+
+def _rows_parts(problem: Problem, name: str, wide: int) -> tuple[Part, ...]:
+    if wide == 2:
+        return (Part.of("attention/parts/split_rows_f16", name=name, width="VALUE_DIM" if name == "values" else "HEAD_DIM"),)
+    return common.rows_part(problem, name), Part.of("attention/parts/split_rows_any", name=name)

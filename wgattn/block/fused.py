@@ -230,7 +230,7 @@ def attention_steps(block: Any, cache: KVCache, table: Tensor | None, width: int
         attended = scratch[tokens].get("attended", scratch[tokens]["query"])
         block.record(recording, attention, cache, {**state, **scratch[tokens], "attended": attended, "rope": rope}, tokens)
 
-    limits = regimes(device.profile) if ChosenAttention(device.profile, g, 1, cache.capacity).path == "split" else [2**32]
+    limits = regimes(device.profile, cache.capacity) if ChosenAttention(device.profile, g, 1, cache.capacity).path == "split" else [2**32]
     chunk = attention_chunk(device.profile, width, g.num_heads * g.head_dim, tokens or cache.capacity)
     return Steps(device, width, chunk, record, limits=limits)
 

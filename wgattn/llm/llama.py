@@ -163,7 +163,7 @@ class Llama:
         }
         self.logits = Tensor(device, (c.vocab_size,), np.dtype(np.float32), device.empty((padded(c.vocab_size),)).buffer)
         self._readback = Readback(self.logits)
-        limits = regimes(device.profile)
+        limits = regimes(device.profile, self.capacity)
         self._prefill = self._recording(self.chunk, self.capacity, output=False)
         self._decode = [(limit, self._recording(1, limit, output=True)) for limit in limits]
         self._head = self._output(Recording(device))
