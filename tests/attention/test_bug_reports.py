@@ -16,7 +16,7 @@ import wgattn
 from tests.helpers import assert_close, dirty_workgroup_memory, poison
 from tests.watch import Calls, Guard
 from wgattn import AttentionPipeline, reference
-from wgattn.attention import split, tune, unfused
+from wgattn.attention import tune, unfused
 from wgattn.attention.paths import PATHS, PORTABLE_PATHS
 from wgattn.attention.problem import OPEN, Operands, Problem, Rows
 from wgattn.errors import ArgumentError, CapacityError, DeviceError, Unsupported
@@ -323,10 +323,10 @@ def test_a_kernel_that_does_not_compile_is_a_typed_error_and_other_paths_go_on(r
 @pytest.fixture
 def splits(monkeypatch):
     """splits(n): path "split" cuts the keys into n parts, however few there are."""
-    choose = split.choose_split
+    path = PATHS["split"]
 
     def force(n: int) -> None:
-        monkeypatch.setattr(split, "choose_split", lambda profile, problem: replace(choose(profile, problem), splits=n))
+        monkeypatch.setitem(PATHS, "split", replace(path, shape=lambda profile, problem: replace(path.shape(profile, problem), splits=n)))
 
     return force
 
@@ -340,6 +340,7 @@ def test_splits_without_a_key(devices, rng, monkeypatch, splits, variant, number
     splits(number)
     for T, options in ((1, {}), (257, {}), (5, {"window_size": 2}), (64, {"key_lengths": np.array([3, 0])}), (40, {"attn_mask": np.arange(40) == 20})):
         q, k, v = draw(rng, 2, 4, 2, 1, T, 8)
+        assert wgattn.explain(q, k, v, path="split", device=device).shape.splits == number
         out, lse = sdpa(q, k, v, path="split", return_lse=True, device=device, **options)
         expected, expected_lse = reference.attention(q, k, v, **options)
         case = {"variant": variant, "splits": number, "T": T, "options": list(options)}

@@ -17,7 +17,7 @@ from wgattn import reference
 from wgattn.attention import flash_matrix, tune
 from wgattn.attention.choose import Choice, choose
 from wgattn.attention.explain import FEATURES
-from wgattn.attention.paths import PATHS, PORTABLE_PATHS
+from wgattn.attention.paths import PATHS, PORTABLE_PATHS, Path
 from wgattn.attention.problem import OPEN, Operands, Problem, Rows, packs_output
 from wgattn.errors import ArgumentError, ShapeError, Unsupported
 from wgattn.gpu import Device, DeviceProfile, Kernel, Recording
@@ -286,17 +286,15 @@ def test_explain_tells_what_the_call_would_run(device, monkeypatch):
     """The same path as the call itself, by any name and on its own."""
     ran = []
 
-    def watch(name: str, kind: type) -> None:
-        original = kind.record
+    def watched(path: Path) -> Path:
+        def append(*args: Any) -> None:
+            ran.append(path.name)
+            path.append(*args)
 
-        def record(*args: Any, **kwargs: Any) -> None:
-            ran.append(name)
-            original(*args, **kwargs)
+        return replace(path, append=append)
 
-        monkeypatch.setattr(kind, "record", record)
-
-    for name, path in PATHS.items():
-        watch(name, type(path))
+    for name, path in list(PATHS.items()):
+        monkeypatch.setitem(PATHS, name, watched(path))
     for options in ({}, {"path": "auto"}, *({"path": name} for name in PORTABLE_PATHS)):
         for S in (1, 9):
             ran.clear()
@@ -353,7 +351,7 @@ def test_the_table_of_paths_and_features(device):
         (line,) = (line for line in lines if re.search(rf"│ {re.escape(feature)} +│", line))
         assert re.findall(r"│ (yes|-) +", line) == ["yes"] * len(PORTABLE_PATHS) + ["yes" if device.profile.matrix_units else "-"], line
     for path in PATHS.values():
-        assert path.__doc__.split()[0].rstrip(":") in str(told)
+        assert path.about.split()[0].rstrip(":") in str(told)
 
 
 def test_the_table_shows_what_is_missing(own_device, monkeypatch):

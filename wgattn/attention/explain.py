@@ -9,7 +9,6 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from ..gpu import Device, DeviceProfile, default_device
-from . import tune
 from .choose import choose
 from .functional import prepare
 from .paths import PATHS
@@ -53,7 +52,7 @@ class Explanation:
 
     def _table(self) -> Table:
         table = Table("feature", *PATHS, title=f"Paths of attention on {self.device}", title_justify="left")
-        table.add_row("for", *((path.__doc__ or "").split(":")[0] for path in PATHS.values()), end_section=True)
+        table.add_row("for", *(path.about.split(":")[0] for path in PATHS.values()), end_section=True)
         for feature, changes in FEATURES.items():
             problem = replace(_PLAIN, **changes)
             table.add_row(feature, *("-" if path.unsupported(self.profile, problem) else "yes" for path in PATHS.values()))
@@ -90,6 +89,5 @@ def explain(*args: Any, device: Device | None = None, **kwargs: Any) -> Explanat
     profile = call.device.profile
     choice = choose(profile, call.problem, path)
     missing = {name: p.unsupported(profile, call.problem) for name, p in PATHS.items()}
-    tuned = tune.stored_shape(call.device, choice.path, call.problem) if choice.path in tune.PATHS else None
-    shape = tuned or PATHS[choice.path].shape(profile, call.problem)
+    shape = PATHS[choice.path].chosen(call.device, call.problem)
     return Explanation(call.device.name, profile, choice.path, choice.reason, shape, call.problem, missing)
