@@ -186,6 +186,19 @@ def test_matrix_units_where_f16_is_precise_enough():
         assert choose(replace(UNITS, **lacking), replace(PLAIN, queries=64, half=True)).path == "flash", lacking
 
 
+@pytest.mark.parametrize(
+    ("lacking", "told"),
+    [
+        ({"matrix_units": (), "backend": "wgpu"}, r"matrix units.*only backend dawn"),
+        ({"matrix_units": (), "backend": "dawn"}, r"matrix units.*this device does not"),
+        ({"f16": False}, r"f16, which the device lacks"),
+        ({"subgroup_size": 8}, r"lanes, not of 8"),
+    ],
+)
+def test_what_is_missing_for_matrix_units(lacking, told):
+    assert re.search(told, flash_matrix.unsupported(replace(UNITS, **lacking), PLAIN))
+
+
 @pytest.mark.parametrize("memory", [16384, 32768, 49152])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_matrix_units_on_paper(feature, memory):

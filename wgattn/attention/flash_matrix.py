@@ -10,6 +10,7 @@ from . import problem as common
 from .problem import Operands, Problem
 
 _UNIT = ("f16", "f32", 16, 16, 16)
+_SUBGROUPS = (16, 32, 64)
 _GPU_WORKGROUPS = 264
 """Workgroups that keep a large GPU busy: fewer are made smaller."""
 
@@ -47,8 +48,12 @@ def fitting(profile: DeviceProfile, problem: Problem) -> list[FlashMatrixShape]:
 
 def unsupported(profile: DeviceProfile, problem: Problem) -> str | None:
     """What is missing, in a sentence, or None."""
-    if _UNIT not in profile.matrix_units or not profile.f16 or profile.subgroup_size not in (16, 32, 64):
-        return "it needs matrix units of 16 x 16 x 16 from f16 to f32, which only backend dawn uses."
+    if _UNIT not in profile.matrix_units:
+        why = "which this device does not offer" if profile.backend == "dawn" else "which only backend dawn uses"
+        return f"it needs matrix units of 16 x 16 x 16 from f16 to f32, {why}."
+    if not profile.f16 or profile.subgroup_size not in _SUBGROUPS:
+        f16 = "has" if profile.f16 else "lacks"
+        return f"it needs f16, which the device {f16}, and subgroups of {', '.join(map(str, _SUBGROUPS))} lanes, not of {profile.subgroup_size}."
     if not fitting(profile, problem):
         return f"heads of {problem.head_dim} and {problem.value_dim} do not fit {profile.workgroup_memory} bytes of workgroup memory."
     if max(problem.num_kv_heads, problem.batch) > profile.max_workgroups:
