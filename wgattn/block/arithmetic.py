@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
 from ..errors import ArgumentError
 from ..gpu import Device, Recording, StepState
+from ..gpu.timing import Stopwatch
 from .linear import Matrix, half_fits, padded, record_linear
 
 ARITHMETICS = ("exact", "int8", "half", "auto")
@@ -41,24 +40,9 @@ def resolve(device: Device, matrix: Matrix, tokens: int, arithmetic: str) -> str
     return _measured[key]
 
 
-def measure(device: Device, matrix: Matrix, tokens: int, arithmetic: str, rounds: int = 5) -> float:
-    """Seconds that the projection of so many random tokens takes, the best of some rounds; each waits for a run of replays."""
-    recording = _projection(device, matrix, tokens, arithmetic)
-    warm = time.perf_counter() + (0 if device.profile.software else 0.1)  # a GPU that idled is slow at first
-    while True:
-        begin = time.perf_counter()
-        recording.replay()
-        device.wait()
-        if begin > warm:
-            break
-    times = max(1, min(64, int(0.005 / (time.perf_counter() - begin))))  # waiting has a price of its own: it is shared out
-    found = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        recording.replay(times=times)
-        device.wait()
-        found.append((time.perf_counter() - begin) / times)
-    return min(found)
+def measure(device: Device, matrix: Matrix, tokens: int, arithmetic: str) -> float:
+    """Seconds that the projection of so many random tokens takes."""
+    return Stopwatch(device, sample=5e-3)(_projection(device, matrix, tokens, arithmetic))
 
 
 def _projection(device: Device, matrix: Matrix, tokens: int, arithmetic: str) -> Recording:
