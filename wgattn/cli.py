@@ -27,6 +27,7 @@ from .attention.kv_format import KV_FORMATS
 from .commands import bench as bench_command
 from .commands import selftest as selftest_command
 from .commands import tune as tune_command
+from .commands.typed import count, natural, number
 from .errors import ArgumentError, CapacityError, DeviceError, WgattnError
 from .gpu import Device, DeviceProfile, default_device, list_adapters
 from .gpu.webgpu import describe
@@ -71,25 +72,6 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help.\n")
 
 
-def _number(kind: type, fits: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:
-    """A converter for argparse: a `kind` for which `fits` holds; `wanted` says what that is."""
-
-    def convert(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not fits(value):
-            raise argparse.ArgumentTypeError(f"must be {wanted}, not {text!r}")
-        return value
-
-    return convert
-
-
-_count = _number(int, lambda n: n >= 1, "a whole number from 1 on")
-_natural = _number(int, lambda n: n >= 0, "a whole number from 0 on")
-
-
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--adapter", metavar="NAME", help="use the adapter whose name contains this (default: WGATTN_ADAPTER, else the best)")
@@ -115,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     tuned = command("tune", tune, "find the fastest tiles for this device", _TUNE_HELP, as_json)
     tuned.add_argument("--again", action="store_true", help="time what is known too")
     tested = command("selftest", selftest, "compare every kernel with the reference on this device", _SELFTEST_HELP, as_json)
-    tested.add_argument("--seed", type=_natural, metavar="N", help="the same random numbers again (default: others each time; printed)")
+    tested.add_argument("--seed", type=natural, metavar="N", help="the same random numbers again (default: others each time; printed)")
     tested.add_argument("--only", metavar="TEXT", help="only the lines whose name contains this")
     bench_command.add_options(command("bench", bench_command.run, "measure this device, live", bench_command.HELP))
     return parser
@@ -125,17 +107,17 @@ def _add_generate_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("prompt", help="the text to continue; - reads it from stdin, less a line end at its end")
     add("--model", default="smollm2", metavar="FILE", help="a GGUF file, or smollm2 for the demo model (default)")
-    add("--tokens", type=_count, default=64, metavar="N", help="at most N new tokens (default 64)")
+    add("--tokens", type=count, default=64, metavar="N", help="at most N new tokens (default 64)")
     add("--chat", action="store_true", help="put the prompt into the model's chat template, as what the user says")
     add("--ignore-eos", action="store_true", help="go on after the model's end token")
-    temperature = _number(float, lambda t: 0 <= t < math.inf, "0 or a positive number")
+    temperature = number(float, lambda t: 0 <= t < math.inf, "0 or a positive number")
     add("--temperature", type=temperature, default=0.0, metavar="T", help="0 takes the likeliest token (default); larger is more random")
-    add("--top-k", type=_natural, default=0, metavar="K", help="sample among the K likeliest tokens; 0 is all (default)")
-    top_p = _number(float, lambda p: 0 < p <= 1, "above 0 and at most 1")
+    add("--top-k", type=natural, default=0, metavar="K", help="sample among the K likeliest tokens; 0 is all (default)")
+    top_p = number(float, lambda p: 0 < p <= 1, "above 0 and at most 1")
     add("--top-p", type=top_p, default=1.0, metavar="P", help="sample among the likeliest tokens that together have the probability P (default 1)")
-    add("--seed", type=_natural, metavar="N", help="makes sampling repeatable")
+    add("--seed", type=natural, metavar="N", help="makes sampling repeatable")
     add("--kv-dtype", type=str.lower, choices=list(KV_FORMATS), default="f16", help="how the KV cache is stored (default f16)")
-    add("--capacity", type=_count, metavar="N", help="positions in the KV cache (default: what prompt and new tokens need, at least 512)")
+    add("--capacity", type=count, metavar="N", help="positions in the KV cache (default: what prompt and new tokens need, at least 512)")
     add("--logits", action="store_true", help="with --json: the five largest logits of the first step, as [id, logit, text]")
 
 

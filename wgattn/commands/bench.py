@@ -10,6 +10,7 @@ from ..bench import run as dashboard
 from ..bench.records import SECTIONS, BadRequest
 from ..bench.report import read_baseline
 from ..gpu import Device
+from .typed import natural
 
 HELP = """Measures this device: what it can reach at most, then matrix products, attention, transformer layers and a language model, each as a share of
 that and compared with the float64 reference. On a terminal a live dashboard, else lines; q or Ctrl-C leaves with what is done.
@@ -29,12 +30,6 @@ def _sections(text: str) -> tuple[str, ...]:
     return names
 
 
-def _depth(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number from 0 on, not {text!r}")
-    return int(text)
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `wgattn bench`."""
     add = parser.add_argument
@@ -46,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--gate", action="store_true", help="with --baseline: exit code 1 when something got slower beyond the noise; example: --baseline bench.json --gate")
     add("--model", metavar="FILE", help="a GGUF file, smollm2, or random (default: smollm2 if installed, else random weights); example: --model smollm2")
     add("--profile", choices=["generate"], help="show one decode step of the model dispatch by dispatch instead; example: --profile generate")
-    add("--depth", type=_depth, metavar="N", help="with --profile: positions before the step (default 128); example: --profile generate --depth 1024")
+    add("--depth", type=natural, metavar="N", help="with --profile: positions before the step (default 128); example: --profile generate --depth 1024")
 
 
 def run(args: argparse.Namespace) -> int:
