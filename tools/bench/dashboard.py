@@ -62,7 +62,7 @@ class Dashboard:
         yield from self.header()
         for name in SECTIONS:
             if any(row.section == name for row in self.report.rows):
-                yield self.section(name, options.max_width, plain=not _unicode(console))
+                yield self.section(name, options.max_width, plain=is_plain(console))
         yield from self.verdict()
 
     def header(self) -> Iterator[RenderableType]:
@@ -162,8 +162,9 @@ def _cells(row: Row, layout: Layout, part: float, plain: bool) -> list[Text]:
     return cells
 
 
-def _unicode(console: Console) -> bool:
-    return console.encoding.lower().startswith("utf")
+def is_plain(console: Console) -> bool:
+    """Whether bars must do without Unicode."""
+    return not console.encoding.lower().startswith("utf")
 
 
 # ---- below the tables

@@ -138,6 +138,11 @@ class Work:
     """More that is worth knowing of it, by name."""
 
 
+def key_of(section: str, problem: str, variant: str) -> str:
+    """The name of a row among all: what a case will be, and what a baseline has."""
+    return f"{section}: {problem}: {variant}"
+
+
 @dataclass(frozen=True)
 class Case:
     """One row to come. `build` makes the work: it allocates, uploads and records; it may raise WgattnError, and the row then says why."""
@@ -151,7 +156,7 @@ class Case:
 
     @property
     def key(self) -> str:
-        return f"{self.section}: {self.problem}: {self.variant}"
+        return key_of(self.section, self.problem, self.variant)
 
 
 @dataclass
@@ -194,7 +199,7 @@ class Row:
 
     @property
     def key(self) -> str:
-        return f"{self.section}: {self.problem}: {self.variant}"
+        return key_of(self.section, self.problem, self.variant)
 
     def json(self) -> dict[str, Any]:
         return asdict(self)

@@ -16,7 +16,7 @@ import wgattn
 from wgattn.files import replace_file
 from wgattn.gpu.webgpu import describe
 
-from .records import BadRequest, Bench, Row
+from .records import BadRequest, Bench, Row, key_of
 
 FORMAT = 1
 _LEAST_NOISE = 0.05
@@ -108,7 +108,7 @@ def check_baseline(baseline: Mapping[str, Any], report: Report, keys: set[str]) 
 
 def _times(baseline: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     rows = (row for row in baseline["rows"] if isinstance(row, dict) and row.get("seconds"))
-    return {f"{row.get('section')}: {row.get('problem')}: {row.get('variant')}": row for row in rows}
+    return {key_of(row.get("section"), row.get("problem"), row.get("variant")): row for row in rows}
 
 
 def _change(row: Row, baseline: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from . import text
-from .dashboard import Dashboard, line
+from .dashboard import Dashboard, is_plain, line
 from .records import SECTIONS, Case, Row
 from .report import Report
 
@@ -94,10 +94,10 @@ class LiveView:
             self._print_section(row.section)
 
     def _print_section(self, name: str) -> None:
-        self._console.print(self._dashboard.section(name, self._console.width, plain=not self._console.encoding.lower().startswith("utf")))
+        self._console.print(self._dashboard.section(name, self._console.width, plain=is_plain(self._console)))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        plain = not console.encoding.lower().startswith("utf")
+        plain = is_plain(console)
         section, finished = self._case.section, self._report.rows and self._report.rows[-1].key == self._last[self._case.section]
         if not finished:
             waiting = Row(section, self._case.problem, self._case.variant)
