@@ -78,7 +78,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let quad = s * STEP_QUADS + x_quad;
     //@ unroll n in 0..X_LOADS
     {
-      let raw = select(vec4<f32>(), x$n, quad < quads);                        // beyond the columns: zeros
+      let raw = select(vec4<f32>(), x$n, quad < quads);                        // beyond the columns: zeros; a branch around the loads would wait for them
       squares$n += norm_square(raw);
       let v = norm_apply4(raw, min(quad, quads - 1u));
       //@ unroll r in 0..4
