@@ -1,15 +1,15 @@
 // Attention of many queries by tiles in registers: o = softmax(adjust(scale * q . K)) . V                             reference.attention
 // A workgroup computes TILE_ROWS rows, as flash_rows numbers them, and walks over the keys that any of them sees, TILE_KEYS at a time.
 // LANES invocations share a row; an invocation has 4 * ROW_QUADS rows, for which it computes the scores of 4 * KEY_QUADS keys of a tile and VALUE_QUADS
-// vec4s of the outputs. Queries, keys and values go through workgroup memory, SLICE vec4s of the rows of a tile or 4 * SLICE values at a time, and the
-// next slice is fetched into registers while one is multiplied; probabilities go through workgroup memory, those of
-// 4 * P_QUADS keys at a time.
+// vec4s of the outputs. Queries, keys and values go through workgroup memory, SLICE vec4s of the rows of a tile or 4 * SLICE values at a time. The
+// next slice is fetched into registers while one is multiplied; that of queries, which are near, only if Q_AHEAD: where there are registers left.
+// Probabilities go through workgroup memory, those of 4 * P_QUADS keys at a time.
 // FlashAttention (Dao et al. 2022), online softmax (Milakov and Gimelshein 2018). Scores are in log2 units.
 // In workgroup memory numbers lie in fours that the arithmetic takes at once: of queries and keys a channel of four rows, of probabilities four rows
 // of a key. The outer index is constant where it matters, so that one check of bounds serves many loads; orders are rotated so that lanes share no bank.
 // Workgroup memory: 64 * (ROW_QUADS * SLICE * WORKGROUP / LANES + max(KEY_QUADS, VALUE_QUADS) * SLICE * LANES + ROW_QUADS * P_QUADS * WORKGROUP / LANES),
 // and that of the team part.
-// Options: HEAD_DIM, VALUE_DIM, LANES, ROW_QUADS, KEY_QUADS, VALUE_QUADS = VALUE_WIDTH / LANES (rounded up), SLICE, P_QUADS, UNROLL, PLAIN,
+// Options: HEAD_DIM, VALUE_DIM, LANES, ROW_QUADS, KEY_QUADS, VALUE_QUADS = VALUE_WIDTH / LANES (rounded up), SLICE, P_QUADS, UNROLL, PLAIN, Q_AHEAD,
 // WORKGROUP, and what an invocation fetches of a slice: Q_LOADS, K_LOADS (four rows each), V_LOADS; LANES, WORKGROUP / LANES, UNROLL <= SLICE <=
 // P_QUADS <= LANES are powers of two;
 // parts: problem, lengths_*, rows_* and fetch_* as query, keys and values, adjust_*, flash_rows, team_*, store_* as out, finish, sink_*, lse_*.
@@ -59,7 +59,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   let q_quad$n = ($nu * WORKGROUP + WORKGROUP - 1u - index) / SLICE;
   //@ unroll r in 0..4
   let q_at$n_$r = flash_query(b, flash_row(b, head, first_row + q_quad$n * 4u + $ru));
-  var q$n_$r = query_fetch(q_at$n_$r, min(q_c$n, WIDTH - 1u));
+  var q$n_$r: query_stored;
+  if (Q_AHEAD) { q$n_$r = query_fetch(q_at$n_$r, min(q_c$n, WIDTH - 1u)); }
   //@ end
   //@ end
   //@ unroll n in 0..K_LOADS
@@ -91,6 +92,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         let c = min(first + q_c$n, WIDTH - 1u);
         let scale = select(0.0, query_scale(), first + q_c$n < WIDTH);
         //@ unroll r in 0..4
+        if (!Q_AHEAD) { q$n_$r = query_fetch(q_at$n_$r, c); }
+        //@ end
+        //@ unroll r in 0..4
         let x$r = query_decode(q$n_$r, c) * scale;
         //@ end
         //@ unroll e in 0..4
@@ -115,7 +119,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
       if (next < WIDTH) {
         //@ unroll n in 0..Q_LOADS
         //@ unroll r in 0..4
-        q$n_$r = query_fetch(q_at$n_$r, min(next + q_c$n, WIDTH - 1u));
+        if (Q_AHEAD) { q$n_$r = query_fetch(q_at$n_$r, min(next + q_c$n, WIDTH - 1u)); }
         //@ end
         //@ end
         //@ unroll n in 0..K_LOADS
@@ -233,7 +237,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
       } else if (base + TILE_KEYS < seen.y) {
         //@ unroll n in 0..Q_LOADS
         //@ unroll r in 0..4
-        q$n_$r = query_fetch(q_at$n_$r, min(q_c$n, WIDTH - 1u));
+        if (Q_AHEAD) { q$n_$r = query_fetch(q_at$n_$r, min(q_c$n, WIDTH - 1u)); }
         //@ end
         //@ end
         //@ unroll n in 0..K_LOADS
