@@ -1,6 +1,6 @@
 // Teams of split.wgsl within a subgroup. KEYS sums over LANES lanes are not taken one by one: each step halves what a lane still has of keys while
 // it adds what another lane has of the rest, so that lane l ends with the sum of key l % KEYS.   Options: LANES, KEYS, FOLDED.
-// Distances are unrolled in the text: compilers leave loops over powers of two as they are.
+// Distances are unrolled in the text, so that those beyond a team fold away.
 var<private> team_index: u32;
 fn team_half(low: f32, high: f32, distance: u32) -> f32 {   // of the lane's half, what it and its partner have
   let upper = (team_index & distance) != 0u;
