@@ -1,10 +1,10 @@
 // y = epilogue(W . x) for many tokens on matrix units: tiles of W and x as f16 in workgroup memory, products summed in f32.   reference.linear
 // A workgroup computes TILE_TOKENS x TILE_ROWS results, a subgroup SUB_TOKENS x SUB_ROWS of them in matrices of 16 x 16; W is dequantised once a
 // tile. x comes from block/half.wgsl, normed and with a scale for each token.
-// Tiles have STEP columns: while one is multiplied, the AHEAD next come from memory into registers.
+// Tiles have STEP columns: while one is multiplied, the next comes from memory into registers.
 // Workgroup memory: max(2 * (STEP + 8) * (TILE_TOKENS + TILE_ROWS), 64 * SUB_ROWS * WORKGROUP / SUBGROUP): rows of tiles are STEP + 8 halves, so that
 // lanes share no bank; at the end 16 x SUB_ROWS floats a subgroup.
-// Options: TILE_TOKENS, TILE_ROWS, SUB_TOKENS, SUB_ROWS, TOKEN_MATRICES = SUB_TOKENS / 16, ROW_MATRICES = SUB_ROWS / 16, STEP, STEP_CHUNKS = STEP / 16, AHEAD,
+// Options: TILE_TOKENS, TILE_ROWS, SUB_TOKENS, SUB_ROWS, TOKEN_MATRICES = SUB_TOKENS / 16, ROW_MATRICES = SUB_ROWS / 16, STEP, STEP_CHUNKS = STEP / 16,
 // W_LOADS = STEP_CHUNKS * TILE_ROWS / WORKGROUP, X_LOADS = STEP / 8 * TILE_TOKENS / WORKGROUP, WORKGROUP, SUBGROUP, MEMORY, ROWS = 4, PAIRS = 2, QUADS = 1;
 // parts: step, weights_* or codes_* and scales_*, halves_*, bias_*, token_each, heads_plain, output_*, end_none or cache_store_*.
 
@@ -49,67 +49,58 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   let chunk$n = (index + $nu * WORKGROUP) % STEP_CHUNKS;       // an invocation takes one chunk of a row
   let row$n = (index + $nu * WORKGROUP) / STEP_CHUNKS;
   let source$n = min(first_row + row$n, params.rows - 1u);
+  var code$n = codes_load(source$n, min(chunk$n, chunks - 1u));
+  var scales$n = scales_load(source$n, min(chunk$n, chunks - 1u));
   //@ end
   //@ unroll n in 0..X_LOADS
   let token$n = (index + $nu * WORKGROUP) / (STEP / 8u);
   let piece$n = (index + $nu * WORKGROUP) % (STEP / 8u);
   let from$n = min(first_token + token$n, last_token) * (params.x_stride / 8u) + piece$n;
+  var x$n = x[from$n];
   //@ end
-  //@ unroll a in 0..AHEAD
-  let begin$a = min($au * STEP_CHUNKS, (chunks - 1u) / STEP_CHUNKS * STEP_CHUNKS);
-  //@ unroll n in 0..W_LOADS
-  var code$a_$n = codes_load(source$n, min(begin$a + chunk$n, chunks - 1u));
-  var scales$a_$n = scales_load(source$n, min(begin$a + chunk$n, chunks - 1u));
-  //@ end
-  //@ unroll n in 0..X_LOADS
-  var x$a_$n = x[from$n + begin$a * 2u];
-  //@ end
-  //@ end
-  for (var first = 0u; first < chunks; first += AHEAD * STEP_CHUNKS) {
-    //@ unroll a in 0..AHEAD
-    if (first + $au * STEP_CHUNKS < chunks) {
-      //@ unroll n in 0..W_LOADS
-      {
-        let at = min(first + $au * STEP_CHUNKS + chunk$n, chunks - 1u);   // beyond the columns x is zero
-        let pair = codes_halves(code$a_$n, scales_affine(scales$a_$n, source$n, at));
-        let to = row$n * (TILE_STRIDE / 8u) + chunk$n * 2u;
-        w_vectors[to] = pair[0];
-        w_vectors[to + 1u] = pair[1];
-      }
-      //@ end
-      //@ unroll n in 0..X_LOADS
-      x_vectors[token$n * (TILE_STRIDE / 8u) + piece$n] = x$a_$n;
-      //@ end
-      workgroupBarrier();
-      let next = first + ($au + AHEAD) * STEP_CHUNKS;
-      if (next < chunks) {
-        //@ unroll n in 0..W_LOADS
-        code$a_$n = codes_load(source$n, min(next + chunk$n, chunks - 1u));
-        scales$a_$n = scales_load(source$n, min(next + chunk$n, chunks - 1u));
-        //@ end
-        //@ unroll n in 0..X_LOADS
-        x$a_$n = x[from$n + next * 2u];
-        //@ end
-      }
-      //@ unroll k in 0..STEP_CHUNKS
-      {
-        //@ unroll i in 0..TOKEN_MATRICES
-        let left$i = subgroupMatrixLoad<Left, row_major>(x_halves, (team_token + $iu * 16u) * TILE_STRIDE + $ku * 16u, TILE_STRIDE);
-        //@ end
-        //@ unroll j in 0..ROW_MATRICES
-        {
-          let w = subgroupMatrixLoad<Right, col_major>(w_halves, (team_row + $ju * 16u) * TILE_STRIDE + $ku * 16u, TILE_STRIDE);
-          //@ unroll i in 0..TOKEN_MATRICES
-          sum$i_$j = subgroupMatrixMultiplyAccumulate(left$i, w, sum$i_$j);
-          //@ end
-        }
-        //@ end
-      }
-      //@ end
-      workgroupBarrier();
+  for (var first = 0u; ; first += STEP_CHUNKS) {
+    //@ unroll n in 0..W_LOADS
+    {
+      let at = min(first + chunk$n, chunks - 1u);   // beyond the columns x is zero
+      let pair = codes_halves(code$n, scales_affine(scales$n, source$n, at));
+      let to = row$n * (TILE_STRIDE / 8u) + chunk$n * 2u;
+      w_vectors[to] = pair[0];
+      w_vectors[to + 1u] = pair[1];
     }
     //@ end
+    //@ unroll n in 0..X_LOADS
+    x_vectors[token$n * (TILE_STRIDE / 8u) + piece$n] = x$n;
+    //@ end
+    workgroupBarrier();
+    let next = first + STEP_CHUNKS;
+    if (next < chunks) {
+      //@ unroll n in 0..W_LOADS
+      code$n = codes_load(source$n, min(next + chunk$n, chunks - 1u));
+      scales$n = scales_load(source$n, min(next + chunk$n, chunks - 1u));
+      //@ end
+      //@ unroll n in 0..X_LOADS
+      x$n = x[from$n + next * 2u];
+      //@ end
+    }
+    //@ unroll k in 0..STEP_CHUNKS
+    {
+      //@ unroll i in 0..TOKEN_MATRICES
+      let left$i = subgroupMatrixLoad<Left, row_major>(x_halves, (team_token + $iu * 16u) * TILE_STRIDE + $ku * 16u, TILE_STRIDE);
+      //@ end
+      //@ unroll j in 0..ROW_MATRICES
+      {
+        let w = subgroupMatrixLoad<Right, col_major>(w_halves, (team_row + $ju * 16u) * TILE_STRIDE + $ku * 16u, TILE_STRIDE);
+        //@ unroll i in 0..TOKEN_MATRICES
+        sum$i_$j = subgroupMatrixMultiplyAccumulate(left$i, w, sum$i_$j);
+        //@ end
+      }
+      //@ end
+    }
+    //@ end
+    if (next >= chunks) { break; }
+    workgroupBarrier();
   }
+  workgroupBarrier();
   // Results have no element access: 16 tokens at a time they go through workgroup memory.
   let out_floats = bufferView<array<f32, WORKGROUP / SUBGROUP * 16u * SUB_ROWS>>(&memory, 0);
   let out_vectors = bufferView<array<vec4<f32>, WORKGROUP / SUBGROUP * 4u * SUB_ROWS>>(&memory, 0);

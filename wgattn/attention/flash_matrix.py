@@ -43,7 +43,7 @@ def fitting(profile: DeviceProfile, problem: Problem) -> list[FlashMatrixShape]:
     """Shapes that fit the device and the problem, the quickest for large ones first."""
     shapes = [FlashMatrixShape(teams, keys, profile.subgroup_size) for teams, keys in _SHAPES]
     fit = [s for s in shapes if s.workgroup_bytes(problem) <= profile.workgroup_memory and s.workgroup <= profile.max_invocations]
-    return sorted(fit, key=lambda s: s.teams > 4 and problem.head_dim <= 64)  # short rows of keys are worth fewer queries
+    return sorted(fit, key=lambda s: s.teams > 4 and s.keys > 16 and problem.head_dim <= 64)
 
 
 def unsupported(profile: DeviceProfile, problem: Problem) -> str | None:

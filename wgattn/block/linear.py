@@ -89,8 +89,6 @@ class MatrixShape:
     step: int
     """Columns of a tile."""
     subgroup: int
-    ahead: int = 1
-    """Tiles that are under way while one is multiplied."""
     main: ClassVar[str] = "block/linear_matrix"
 
     @property
@@ -114,7 +112,7 @@ class MatrixShape:
         matrices = {"TOKEN_MATRICES": self.sub_tokens // 16, "ROW_MATRICES": self.sub_rows // 16}
         chunks = self.step // CHUNK
         loads = {"W_LOADS": chunks * self.rows // self.workgroup, "X_LOADS": 2 * chunks * self.tokens // self.workgroup}
-        loads |= {"STEP": self.step, "STEP_CHUNKS": chunks, "AHEAD": self.ahead}
+        loads |= {"STEP": self.step, "STEP_CHUNKS": chunks}
         group = {"WORKGROUP": self.workgroup, "SUBGROUP": self.subgroup, "MEMORY": self.workgroup_bytes}
         return {**tile, **matrices, **loads, **group, "ROWS": 4, "PAIRS": 2, "QUADS": 1}
 
