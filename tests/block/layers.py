@@ -48,8 +48,7 @@ class Attention:
 
     @property
     def reference_rope(self) -> dict[str, Any] | None:
-        r = self.rope
-        return None if r is None else {"dim": r.dim, "interleaved": r.interleaved, "frequencies": r.frequencies, "magnitude": r.magnitude}
+        return None if self.rope is None else self.rope.reference
 
     def weights(self, rng: np.random.Generator) -> dict[str, Any]:
         E, q, kv = self.E, self.H * self.D, self.KV * self.D

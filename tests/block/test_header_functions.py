@@ -70,7 +70,7 @@ class Padded:
         return wide
 
     def expected(self, x: np.ndarray, rope: Rope | None, past: Any = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        kw = None if rope is None else {"dim": rope.dim, "interleaved": rope.interleaved, "frequencies": rope.frequencies}
+        kw = None if rope is None else rope.reference
         sizes = {"num_heads": self.H, "num_kv_heads": self.KV, "head_dim": self.D}
         return reference.attention_block(x, self.plain, **sizes, eps=1e-5, rope=kw, past=past)
 

@@ -88,13 +88,12 @@ def error(step: Step) -> Error | None:
     part = len(step.recording) // len(step.layers) * count
     step.stream.write(np.pad(x, ((0, 0), (0, step.stream.shape[1] - E))))
     Recording(step.recording.device, step.recording.dispatches[:part]).replay()
-    rope = {"dim": _ROPE.dim, "interleaved": _ROPE.interleaved, "frequencies": _ROPE.frequencies, "magnitude": _ROPE.magnitude}
     sizes, h = {"num_heads": H, "num_kv_heads": KV, "head_dim": D, "eps": EPS}, x.astype(np.float64)
     for layer in step.layers[:count]:
         halves = [{n: dense(w) if isinstance(w, QuantizedTensor) else w for n, w in layer[half].items()} for half in ("attention", "mlp")]
         if any(w is None for half in halves for w in half.values()):
             return None
-        h = h + reference.attention_block(h, halves[0], **sizes, rope=rope, past=tuple(layer["past"]))[0]
+        h = h + reference.attention_block(h, halves[0], **sizes, rope=_ROPE.reference, past=tuple(layer["past"]))[0]
         h = h + reference.mlp(h, halves[1], EPS)
     return Error.of(step.stream.numpy()[:, :E], h, _BOUND)
 

@@ -94,13 +94,6 @@ def arrange(model: Llama, position: int, tokens: int) -> None:
 # ---- what people feel, by the wall clock
 
 
-def prompt_seconds(model: Llama, ids: list[int]) -> float:
-    """Of a prompt behind what the model holds, its logits read back."""
-    begin = time.perf_counter()
-    model.prefill(ids)
-    return time.perf_counter() - begin
-
-
 def greedy_seconds(model: Llama, ids: list[int], count: int) -> float:
     """Of `count` tokens of greedy generation after these, the first one not counted: it comes with the prompt."""
     model.reset()
@@ -190,9 +183,7 @@ def error(loaded: Loaded) -> Error | None:
     matrix = loaded.file.tensors["token_embd.weight"]
     if sum(t.nbytes for t in loaded.file.tensors.values()) > _MOST_CHECKED or dense(QuantizedTensor(matrix.data, matrix.shape, matrix.kind), slice(1)) is None:
         return None
-    r = model.rope
-    rope = {"dim": r.dim, "interleaved": r.interleaved, "frequencies": r.frequencies, "magnitude": r.magnitude}
-    expected = reference.llama(_Weights(loaded.file.tensors), _TOKENS, model.config, rope)[-2:]
+    expected = reference.llama(_Weights(loaded.file.tensors), _TOKENS, model.config, model.rope.reference)[-2:]
     model.reset()
     found = np.stack([model.prefill(_TOKENS[:-1]), model.decode(_TOKENS[-1])])
     model.reset()

@@ -51,6 +51,11 @@ class Rope:
         return (self.magnitude * np.stack([np.cos(angles), np.sin(angles)], axis=-1)).astype(np.float32)
 
     @property
+    def reference(self) -> dict[str, Any]:
+        """The rotation as keywords of `wgattn.reference.apply_rope`."""
+        return {"dim": self.dim, "interleaved": self.interleaved, "frequencies": self.frequencies, "magnitude": self.magnitude}
+
+    @property
     def pair_distance(self) -> int:
         """Channels between the two of a pair."""
         return 1 if self.interleaved else self.dim // 2
