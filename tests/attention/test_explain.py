@@ -243,7 +243,7 @@ IMPOSSIBLE = {
     "flash, batch": ("flash", SMALL, replace(PLAIN, batch=70_000), ("70000", "65535")),
     "flash, KV heads": ("flash", SMALL, replace(PLAIN, num_heads=70_000, num_kv_heads=70_000), ("70000", "65535")),
     "flash, values": ("flash", SMALL, replace(PLAIN, value_dim=8192), ("8192", "16384")),
-    "split": ("split", SMALL, replace(PLAIN, value_dim=8192), (str(16 * 2048 + 8), "16384")),
+    "split": ("split", SMALL, replace(PLAIN, value_dim=8192), (str(16 * 2048 + 16 + 16), "16384")),
     "unfused, keys": ("unfused", replace(SMALL, max_workgroups=100), replace(PLAIN, keys=30_000), ("30000", "118", "100")),
     "unfused, scores": ("unfused", SMALL, replace(PLAIN, queries=8192, keys=8192), ("8192 x 8192", str(1 << 28), str(1 << 27))),
     "gemm, scores": ("gemm", SMALL, replace(PLAIN, queries=8192, keys=8192), ("8192 x 8192", str(1 << 28), str(1 << 27))),
