@@ -10,12 +10,11 @@ import numpy as np
 
 from ..errors import ArgumentError, Unsupported
 from ..gpu import Recording, Tensor, grid
-from . import matrices as common_matrices
 from . import problem as common
 from . import unfused
 from .arguments import mask_first, mask_strides
 from .functional import Call, on_device, prepare
-from .matrices import Matrices, neutral_options, padded, rounds
+from .matrices import add_softmax, neutral_options, rounds
 from .problem import OPEN, Operands, Problem, Rows
 
 Array = Any
@@ -70,23 +69,16 @@ def _operands(call: Call, p: Problem) -> Operands:
 
 def _record(recording: Recording, p: Problem, operands: Operands, stage: str, out: Tensor) -> None:
     """Append the scores' dispatches, for each round of heads that fits a binding."""
-    device = recording.device
-    shape, limit = unfused.choose_unfused(device.profile, p), device.profile.max_workgroups
-    shared = (*common.base_parts(p), "attention/parts/matrices")
-    rows = (common.rows_part(p, "query"), common.rows_part(p, "keys"))
-    qk = device.kernel(
-        "attention/qk_div_mask", *shared, *rows, *common.score_parts(p), **{**common.options(p), "ROWS": shape.rows, "WORKGROUP": shape.workgroup}
-    )
-    copy = device.kernel("attention/stage", *shared, **{**neutral_options(p), "PROBABILITIES": stage == "softmax", "WORKGROUP": 64})
-    sizes = Matrices(p.queries, padded(p.keys, 4))
-    blocks = math.ceil(p.queries / shape.rows)
+    device, sizes = recording.device, unfused.matrices(p)
+    shape = unfused.choose_unfused(device.profile, p)
+    options = {**neutral_options(p), "PROBABILITIES": stage == "softmax", "WORKGROUP": 64}
+    copy = device.kernel("attention/stage", *common.base_parts(p), "attention/parts/matrices", **options)
     scores = None
     for first, planes in rounds(device.profile, p, sizes):
         scores = scores or device.empty((planes, sizes.rows, sizes.columns), np.float32)
         scratch = {"scores": scores, "matrices": sizes.uniform(device, first, planes), "stage": out}
-        groups = (*grid(planes * blocks, limit), math.ceil(p.keys / (4 * shape.workgroup)))
-        work = common_matrices.operations(p, sizes, planes, p.head_dim)
-        common.add(recording, qk, groups, p, operands, scratch, label="attention scores", operations=work)
+        unfused.add_scores(recording, p, operands, scratch, planes, shape)
         if stage == "softmax":
-            common_matrices.add_softmax(recording, p, operands, scratch, planes, shape.lanes)
-        common.add(recording, copy, grid(math.ceil(planes * p.queries * p.keys / 64), limit), p, operands, scratch, label=f"attention {stage}")
+            add_softmax(recording, p, operands, scratch, planes, shape.lanes)
+        groups = grid(math.ceil(planes * p.queries * p.keys / 64), device.profile.max_workgroups)
+        common.add(recording, copy, groups, p, operands, scratch, label=f"attention {stage}")
