@@ -92,7 +92,7 @@ def _fastest(bench: Bench, recordings: Iterable[Recording]) -> Recording:
 def copy(bench: Bench) -> Work:
     """Buffers far beyond any cache; bytes read and written count."""
     device, profile = bench.device, bench.device.profile
-    nbytes = min(bench.uncached, profile.max_binding, profile.max_buffer) // 4096 * 4096
+    nbytes = min(bench.uncached, profile.max_tensor) // 4096 * 4096
     pattern = bench.rng().integers(0, 2**32, nbytes // 4, np.uint32)
     source, copied = device.tensor(pattern), device.empty(pattern.shape, np.uint32)
 

@@ -29,7 +29,7 @@ class KVCache:
         self.num_kv_heads, self.head_dim, self.capacity = num_kv_heads, head_dim, capacity
         shape = self.format.shape(batch, num_kv_heads, capacity, head_dim)
         nbytes = math.prod(shape) * self.format.dtype.itemsize
-        limit = min(device.profile.max_binding, device.profile.max_buffer)
+        limit = device.profile.max_tensor
         if nbytes > limit:
             together = self.format.room(1)
             fits = limit // (batch * num_kv_heads * self.format.row_bytes(head_dim)) // together * together

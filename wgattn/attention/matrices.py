@@ -63,7 +63,7 @@ def mask_share(problem: Problem, operands: Operands) -> int:
 
 def too_large(profile: DeviceProfile, matrices: Matrices) -> str | None:
     """What `unsupported` says when not even one plane fits."""
-    need, limit = matrices.plane_bytes, _binding(profile)
+    need, limit = matrices.plane_bytes, profile.max_tensor
     if need > limit:
         return f"one head's matrix of {matrices.rows} x {matrices.columns} scores or its operands take {need} bytes; a binding holds {limit}."
     return None
@@ -72,7 +72,7 @@ def too_large(profile: DeviceProfile, matrices: Matrices) -> str | None:
 def rounds(profile: DeviceProfile, problem: Problem, matrices: Matrices) -> list[tuple[int, int]]:
     """(first, number) of the planes that are computed at a time, in the same scratch memory. A round has whole KV heads, or a part of one."""
     total = problem.batch * problem.num_heads
-    most = min(_binding(profile) // matrices.plane_bytes, profile.max_workgroups)
+    most = min(profile.max_tensor // matrices.plane_bytes, profile.max_workgroups)
     if not most:
         raise CapacityError(too_large(profile, matrices))
     most = max(1, min(most, _BUDGET // matrices.plane_bytes))
@@ -117,7 +117,3 @@ def add_softmax(recording: Recording, problem: Problem, operands: Operands, scra
 def padded(n: int, multiple: int) -> int:
     """n rounded up to a multiple, at least one."""
     return max(1, math.ceil(n / multiple)) * multiple
-
-
-def _binding(profile: DeviceProfile) -> int:
-    return min(profile.max_binding, profile.max_buffer)

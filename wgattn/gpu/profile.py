@@ -50,6 +50,11 @@ class DeviceProfile:
         return self.kind == "CPU"
 
     @property
+    def max_tensor(self) -> int:
+        """Bytes of the largest tensor: a buffer that is bound as a whole."""
+        return min(self.max_binding, self.max_buffer)
+
+    @property
     def most_operations(self) -> float:
         """Multiplications and additions that may go into one submit: drivers end what runs for some seconds. Half a second of the slowest of their kind."""
         return 2.0**37 if self.kind == "DiscreteGPU" else 2.0**35
