@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from wgattn import cli
+from wgattn.bench import keys
 from wgattn.bench import run as run_module
 from wgattn.bench.ceilings import counting
 from wgattn.bench.records import SECTIONS, Bench, Case, Error, Missing, Row, Work
@@ -436,6 +438,18 @@ def test_q_leaves_a_terminal_as_it_was(tmp_path):
     assert before[3] & termios.ICANON
     assert termios.tcgetattr(terminal) == before
     os.close(terminal)
+
+
+def test_an_interrupt_that_is_lost_is_made_again(monkeypatch):
+    made, done = [], threading.Event()
+    monkeypatch.setattr(keys._thread, "interrupt_main", lambda: made.append(1) or (len(made) == 3 and done.set()))
+    monkeypatch.setattr(keys, "_AGAIN", 0.01)
+    reading, writing = os.pipe()
+    os.write(writing, b"xQ")
+    keys._read(reading, done)
+    assert len(made) == 3
+    for file in (reading, writing):
+        os.close(file)
 
 
 # ---- where its files are

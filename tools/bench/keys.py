@@ -17,6 +17,10 @@ except ImportError:  # Windows has Ctrl-C only
     termios = None
 
 
+_AGAIN = 2.0
+"""Seconds after which an interrupt is made again where it had no effect: one that comes while an object is finalised is lost."""
+
+
 @contextlib.contextmanager
 def q_interrupts(wanted: bool) -> Iterator[bool]:
     """Within the block, `q` interrupts the main thread, where `wanted`, stdin is a terminal and we are in its foreground. Gives whether that is so."""
@@ -51,4 +55,5 @@ def _read(file: int, done: threading.Event) -> None:
                 return
             if b"q" in typed.lower():
                 _thread.interrupt_main()
-                return
+                while not done.wait(_AGAIN):
+                    _thread.interrupt_main()
