@@ -87,7 +87,7 @@ class Compiler:
         self.backend = backend
         self.gpu = backend.request_device(adapter, webgpu.usable_features(backend, adapter), adapter.limits, False)
         self.name = f"{backend.name} on {webgpu.describe(adapter)}"
-        names = {"f16": "shader-f16", "subgroup": backend.subgroup_feature, "matrix": "chromium-experimental-subgroup-matrix"}
+        names = {"f16": "shader-f16", "subgroup": backend.subgroup_feature, "matrix": webgpu.MATRIX_UNITS}
         self.features = {f for f, name in names.items() if name in self.gpu.features}
         self.invocations, self.memory, self.buffers = (
             self.gpu.limits[f"max-{name}"]
