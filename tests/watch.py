@@ -50,6 +50,17 @@ class Calls(Counter):
         assert (self["submit"], self["write_buffer"], self["read_buffer"]) == (1, 1, 0), case
 
 
+def check_refused(monkeypatch: pytest.MonkeyPatch, error: type[Exception], call: Callable, *devices: Device) -> Calls:
+    """The call raises such an error, in words, and submits nothing to the first device; what it asked the backend for."""
+    with monkeypatch.context() as watched:
+        calls = Calls(devices[0], watched)
+        with pytest.raises(error) as raised:
+            call(devices)
+        assert calls["submit"] == 0
+    assert len(str(raised.value)) > 20
+    return calls
+
+
 def live_objects() -> dict[str, int]:
     """Objects of the backend that the process holds, by their kind."""
     gc.collect()

@@ -10,7 +10,7 @@ import pytest
 
 import wgattn
 from tests.helpers import assert_close, poison
-from tests.watch import Calls, Guard, forbid_reading
+from tests.watch import Calls, Guard, check_refused, forbid_reading
 from wgattn import reference
 from wgattn.attention.paths import PORTABLE_PATHS
 from wgattn.errors import ArgumentError, ShapeError, Unsupported

@@ -7,6 +7,7 @@ import gguf
 import numpy as np
 import pytest
 
+from tests.attention.test_pipeline import check_cuts
 from tests.helpers import assert_close, nmse
 from tests.watch import Calls, Guard
 from wgattn import AttentionPipeline, reference
@@ -327,18 +328,7 @@ def test_what_lies_behind_the_length_and_in_the_padding_may_be_anything(device: 
 
 @every_kind
 def test_however_the_prompt_is_cut_the_result_is_the_same(device: Device, rng, kind):
-    """In one, in two, in single steps: the caches are equal to the bit, the outputs to the precision of f32."""
-    T = 9
-    whole = pipeline(device, kind)
-    q, k, v = draw(rng, whole, T)
-    expected = whole.prefill(q, k, v)
-    for cuts in ([1], [4], [8], [3, 5], list(range(1, T))):
-        pipe = pipeline(device, kind)
-        parts = np.split(np.arange(T), cuts)
-        out = np.concatenate([(pipe.decode if len(p) == 1 else pipe.prefill)(q[:, p], k[:, p], v[:, p]) for p in parts], 1)
-        assert_close(out, expected, max_error=2e-6, cuts=cuts, kind=kind)
-        assert np.array_equal(pipe.cache.k(T), whole.cache.k(T))
-        assert np.array_equal(pipe.cache.v(T), whole.cache.v(T))
+    check_cuts(lambda: pipeline(device, kind), draw(rng, pipeline(device, kind), 9), ([1], [4], [8], [3, 5], list(range(1, 9))), kind=kind)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
