@@ -47,15 +47,20 @@ class Device(Usable, Store):
         """Limits that were asked to be lower than the adapter's; kernels are chosen within them even where the backend grants more."""
         features = webgpu.usable_features(self.backend, self.adapter, without=[name for name, value in self.lowered.items() if not value])
         try:
-            self.gpu = self.backend.request_device(self.adapter, features, self._limits(), self.checked)
+            self.gpu = self.backend.request_device(self.adapter, features, self._within(self.adapter.limits), self.checked)
         except (self.api.GPUError, RuntimeError) as error:
             raise DeviceError(f"{webgpu.describe(self.adapter)} refuses to open a device: {error}") from error
         self.uses = threading.RLock()
         self._kernels: dict[tuple, Kernel] = {}
         self._uniforms: WeakValueDictionary[bytes, Any] = WeakValueDictionary()
 
-    def _limits(self) -> dict[str, int]:
-        return {name: stricter(name, value, self.lowered.get(name, value)) for name, value in self.adapter.limits.items()}
+    @cached_property
+    def limits(self) -> dict[str, int]:
+        """By their WebGPU names: those of the backend, and what was asked to be lower."""
+        return self._within(self.gpu.limits)
+
+    def _within(self, limits: Mapping[str, int]) -> dict[str, int]:
+        return {name: stricter(name, value, self.lowered.get(name, value)) for name, value in limits.items()}
 
     @property
     def name(self) -> str:
@@ -87,7 +92,7 @@ class Device(Usable, Store):
     def buffer(self, nbytes: int, *, uniform: bool = False) -> Any:
         """A zeroed buffer for storage (or also for use as a uniform); CapacityError when it is larger than the device can make."""
         size = max(16, -(-int(nbytes) // 4) * 4)
-        limit = self.gpu.limits["max-buffer-size"]
+        limit = self.limits["max-buffer-size"]
         if size > limit:
             raise CapacityError(f"A buffer of {size} bytes was asked for; {self.name} allows {limit}.")
         usage = self.api.BufferUsage.STORAGE | self.api.BufferUsage.COPY_SRC | self.api.BufferUsage.COPY_DST

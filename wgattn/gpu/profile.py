@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import webgpu
-from .limits import stricter
 from .shader import assemble
 
 if TYPE_CHECKING:
@@ -70,8 +69,7 @@ class DeviceProfile:
 
 def describe_limits(device: Device) -> dict:
     """The part of a profile that needs no dispatch, as keyword arguments."""
-    info = device.adapter.info
-    limits = {name: stricter(name, value, device.lowered.get(name, value)) for name, value in device.gpu.limits.items()}
+    info, limits = device.adapter.info, device.limits
     return {
         "name": info["device"] or info["description"],
         "backend": device.backend.name,
@@ -94,7 +92,7 @@ def measure_subgroup_size(device: Device) -> int:
     """Run one workgroup and look: adapters report a range (4 to 128), not the size they use. 0 when lanes are not in index order."""
     if device.backend.subgroup_feature not in device.gpu.features:
         return 0
-    size = min(256, device.gpu.limits["max-compute-invocations-per-workgroup"])
+    size = min(256, device.limits["max-compute-invocations-per-workgroup"])
     source = assemble("parts/probe_subgroup", options={"WORKGROUP": size}, directives=device.backend.directives)
     with device.guard("compile the probe of subgroups"):
         module = device.backend.create_module(device.gpu, source.text, source.name, device.checked)
