@@ -162,6 +162,13 @@ def test_formats_and_shapes(devices, rng, variant, kind, tokens):
                     run(devices[variant], rng, Case(kind, rows, columns, tokens, count, norm, bias))
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_long_rows(devices, rng, kind):
+    """One token: x that nearly fills workgroup memory, and x that does not fit."""
+    for columns in (8192, 16384):
+        run(devices["gpu_shape"], rng, Case(kind, 9, columns, 1, 1, norm=True, bias=False))
+
+
 @pytest.mark.conformance(variant=["gpu_shape"], kind=["BF16", "Q6_K"])
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind not in KINDS])
 @pytest.mark.parametrize("variant", MAIN_VARIANTS)

@@ -47,8 +47,9 @@ class VectorShape:
 
     @property
     def workgroup_bytes(self) -> int:
-        x = self.columns * (2 * self.digits + 1) // 2 if self.digits else 4 * self.columns
-        return x + 4 * (self.rows * max(1, self.lanes // self.subgroup) + self.workgroup // self.subgroup + self.rows // 4)
+        x = [self.digits * self.columns, self.columns // 8, self.columns // 4] if self.digits else [4 * self.columns]
+        sums = [4 * self.rows * max(1, self.lanes // self.subgroup), 4 * self.workgroup // self.subgroup, self.rows]
+        return sum(-(-size // 16) * 16 for size in x + sums)
 
     def words(self, form: Format) -> int:
         """About how many registers an invocation needs for x, and for weights: with several batches, the next one's are loaded ahead."""
@@ -90,6 +91,8 @@ def choose_vector(profile: DeviceProfile, rows: int, columns: int, form: Format,
         shape = replace(base, teams=teams, batches=head_dim // 4 // teams)
     else:
         shape = _row_shape(base, rows, form, most)
+        while shape.workgroup_bytes > profile.workgroup_memory and shape.batches > 1:
+            shape = replace(shape, batches=shape.batches // 2)
     if shape.workgroup % subgroup or shape.rows % 4 or shape.rows // 4 > shape.workgroup:
         return None
     return shape if shape.workgroup_bytes + 4 * head_dim <= profile.workgroup_memory else None  # cache_store_blocks keeps a head
