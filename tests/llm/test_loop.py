@@ -48,7 +48,7 @@ class Picker:
         assert step[-1] == found[-1][-1] or (found[-1][-1] == loop._NONE and step[-1] < self.vocab)
         return np.concatenate(found).astype(np.int64)
 
-    def candidates(self, logits, options):
+    def candidates(self, logits):
         """The ids that the last draw was from."""
         keys, border = order_keys(logits), self.loop._kept.numpy()[-1].astype(np.int64)
         ids = np.arange(self.vocab)
@@ -126,7 +126,7 @@ def test_candidates_are_those_of_the_reference(pickers, rng, kind, vocab):
         picker.set(x)
         dirty_workgroup_memory(picker.device)
         token = int(picker.tokens(1, (temperature, top_k, top_p), seed=3)[0])
-        found = picker.candidates(x, (temperature, top_k, top_p))
+        found = picker.candidates(x)
         case = {"kind": kind, "vocab": vocab, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         assert token in found, case
         near = [p if p >= 1 else min(max(p + d, 1e-12), 1.0) for p, d in ((top_p, -MASS), (top_p, MASS))]
@@ -151,12 +151,12 @@ def test_equals_at_the_border_fall_to_the_lowest_ids(pickers):
     picker.set(x)
     for k in (1, 2, 3, 5, 64, 257, 999, 1000):
         picker.tokens(1, (1.0, k, 1.0))
-        assert picker.candidates(x, None).tolist() == sorted(reference.candidates(x, top_k=k)[0].tolist())
+        assert picker.candidates(x).tolist() == sorted(reference.candidates(x, top_k=k)[0].tolist())
     for p in (0.001, 0.0031, 0.2507, 0.75031):
         picker.tokens(1, (1.0, 0, p))
-        assert picker.candidates(x, None).tolist() == sorted(reference.candidates(x, top_p=p)[0].tolist())
+        assert picker.candidates(x).tolist() == sorted(reference.candidates(x, top_p=p)[0].tolist())
     picker.tokens(1, (1.0, 100, 0.5013))
-    assert picker.candidates(x, None).tolist() == sorted(reference.candidates(x, 1.0, 100, 0.5013)[0].tolist())
+    assert picker.candidates(x).tolist() == sorted(reference.candidates(x, 1.0, 100, 0.5013)[0].tolist())
 
 
 @pytest.mark.parametrize("variant", ["gpu_shape", "checked"])
@@ -170,7 +170,7 @@ def test_other_shapes_of_the_kernel_find_the_same(devices, rng, variant):
             picker.tokens(1, options)
             near = [p if p >= 1 else max(p + d, 1e-12) for p, d in ((options[2], -MASS), (options[2], MASS))]
             least, most = (reference.candidates(x, *options[:2], min(p, 1.0)) for p in near)
-            found = set(picker.candidates(x, options))
+            found = set(picker.candidates(x))
             assert set(least[0][least[1] > 1e-37]) <= found <= set(most[0]), (kind, options)
 
 
