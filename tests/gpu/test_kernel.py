@@ -143,6 +143,12 @@ def test_a_number_that_does_not_fit_its_parameter_is_refused(device_here):
             kernel.pack({"count": wrong, "offset": 0, "factor": 1.0})
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_number_beyond_f32_is_infinite_there_and_warns_of_nothing(device_here):
+    packed = device_here(scale=SCALE).kernel("scale").pack({"count": 1, "offset": 0, "factor": -1e300})
+    assert np.frombuffer(packed, np.float32)[2] == -np.inf
+
+
 # ---- limits, before the backend is asked for anything
 
 

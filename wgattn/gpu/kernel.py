@@ -76,8 +76,9 @@ class Kernel:
         if layout is None or set(layout.names) != set(params):
             raise ArgumentError(f"{self.source.name}: parameters {sorted(params)} given, {list(layout.names) if layout else []} wanted.")
         packed = np.zeros((), layout)
-        for name, value in params.items():
-            packed[name] = value
+        with np.errstate(over="ignore"):  # a scale beyond f32 is infinite there
+            for name, value in params.items():
+                packed[name] = value
         return packed.tobytes().ljust(-(-layout.itemsize // 16) * 16, b"\0")
 
 
