@@ -14,7 +14,7 @@ from .linear import Matrix, half_fits, padded, record_linear
 
 ARITHMETICS = ("exact", "int8", "half", "auto")
 _measured: dict[tuple, str] = {}
-"""The quickest, by device, kind, shape and tokens; for the life of the process."""
+"""The quickest, by profile of the device, kind, shape and tokens; for the life of the process."""
 _WORTH = 0.98
 """What is less precise has to be quicker than exact by so much."""
 _ROUNDS = 5
@@ -39,7 +39,7 @@ def resolve(device: Device, matrix: Matrix, tokens: int, arithmetic: str) -> str
     if len(possible) == 1:
         return "exact"
     timed = min(tokens, 64 if device.profile.software else 512)
-    key = (device, matrix.format.name, matrix.rows, matrix.columns, timed)
+    key = (device.profile, matrix.format.name, matrix.rows, matrix.columns, timed)
     if key not in _measured:
         seconds = measure(device, matrix, timed, possible)
         seconds["exact"] *= _WORTH

@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ..attention.arguments import whole
 from ..attention.kv_cache import KVCache
 from ..attention.kv_format import kv_format
 from ..attention.split import regimes
@@ -82,10 +83,8 @@ class Llama:
         self.arithmetic = checked(arithmetic)
         self.device = device or default_device()
         self.config = c = LlamaConfig.from_file(file)
-        if capacity < 1:
-            raise ArgumentError(f"The capacity of the cache must be at least 1, not {capacity}.")
         stored = kv_format(kv_dtype)
-        self.capacity, self.length, self.kv_dtype = int(capacity), 0, stored.name
+        self.capacity, self.length, self.kv_dtype = whole("capacity", capacity), 0, stored.name
         self.turn = threading.RLock()
         self._changes = 0
         """Calls so far that changed the sequence."""

@@ -1,7 +1,6 @@
 // Codes of 5 bits: nibbles as in codes_nibbles, and for 32 columns a word with the fifth bits: byte b of word column group g (four columns each) at
 // bit 8b + g.
 alias Codes = vec3<u32>;                                    // nibbles, and the fifth bits: of the first four columns at bit 4 of each byte
-const CODE_BITS = 5u;
 const CODE_FLIP = 0u;
 var<storage, read> weights_codes_plane: array<vec2<u32>>;   // (rows, columns / 16) two words of eight nibbles
 var<storage, read> weights_bits_plane: array<u32>;          // (rows, columns / 32) the fifth bits

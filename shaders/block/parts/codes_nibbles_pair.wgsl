@@ -1,7 +1,6 @@
 // Codes of 6 bits: nibbles as in codes_nibbles, and for 16 columns a word with the upper two bits: byte b of word column group g (four columns
 // each) at bits 8b + 2g.
 alias Codes = vec3<u32>;                                    // nibbles, and the upper bits
-const CODE_BITS = 6u;
 const CODE_FLIP = 0u;
 var<storage, read> weights_codes_plane: array<vec2<u32>>;   // (rows, columns / 16) two words of eight nibbles
 var<storage, read> weights_bits_plane: array<u32>;          // (rows, columns / 16) the upper bits
