@@ -19,6 +19,8 @@ import wgattn
 from tests.llm.make_gguf import write_llama_gguf
 from wgattn import cli
 from wgattn.attention.problem import Problem
+from wgattn.commands import generate as generate_command
+from wgattn.commands import info as info_command
 from wgattn.gpu import webgpu
 from wgattn.llm.llama import Llama
 from wgattn.llm.loop import DecodeLoop
@@ -251,32 +253,32 @@ def test_prompt_from_stdin_less_its_last_line_end(generate, model, monkeypatch, 
     assert generate("--tokens", 1, "-")["prompt_ids"] == model.tokenizer.encode(prompt)
 
 
-def test_cache_options_reach_the_model(generate, monkeypatch):
+def test_options_reach_the_model(generate, monkeypatch):
     made = []
 
     class Spy(Llama):
         def __init__(self, *args, **how):
-            made.append((how["kv_dtype"], how["capacity"], how["device"]))
+            made.append((how["kv_dtype"], how["capacity"], how["arithmetic"], how["device"]))
             super().__init__(*args, **how)
 
-    monkeypatch.setattr(cli, "Llama", Spy)
+    monkeypatch.setattr(generate_command, "Llama", Spy)
     generate("--tokens", 1, PROMPT)
-    generate("--tokens", 1, "--kv-dtype", "f32", "--capacity", 77, PROMPT)
-    assert [m[:2] for m in made] == [("f16", 512), ("f32", 77)]
-    assert made[0][2] is wgattn.default_device()
+    generate("--tokens", 1, "--kv-dtype", "f32", "--capacity", 77, "--arithmetic", "int8", PROMPT)
+    assert [m[:3] for m in made] == [("f16", 512, "exact"), ("f32", 77, "int8")]
+    assert made[0][3] is wgattn.default_device()
 
 
 @pytest.mark.parametrize(("prompt", "tokens", "capacity"), [(5, 64, 512), (500, 12, 512), (500, 13, 768), (1000, 1, 1024)])
 def test_default_capacity_has_room_for_all(prompt, tokens, capacity):
     args = cli._parser().parse_args(["generate", "--tokens", str(tokens), "x"])
-    assert cli._capacity(args, prompt) == capacity
+    assert generate_command.capacity(args, prompt) == capacity
 
 
 def test_device_options_reach_the_device(run, generate, monkeypatch):
     name = wgattn.list_adapters()[0]
     asked = []
-    original = cli.Device
-    monkeypatch.setattr(cli, "Device", lambda *args, **how: (asked.append((args, how)), original(*args, **how))[1])
+    original = generate_command.Device
+    monkeypatch.setattr(generate_command, "Device", lambda *args, **how: (asked.append((args, how)), original(*args, **how))[1])
     generate("--adapter", name, "--backend", "wgpu", "--checked", "--tokens", 1, PROMPT)
     assert asked == [((name, "wgpu"), {"checked": True})]
 
@@ -295,6 +297,7 @@ def test_device_options_reach_the_device(run, generate, monkeypatch):
         ["generate", "--tokens", "many", "x"],
         ["generate", "--tok", "3", "x"],
         ["generate", "--temperature", "-1", "x"],
+        ["generate", "--arithmetic", "float", "x"],
         ["generate", "--temperature", "nan", "x"],
         ["generate", "--temperature", "inf", "x"],
         ["generate", "--top-p", "0", "x"],
@@ -368,7 +371,7 @@ def test_ctrl_c_while_loading_says_nothing(run, tiny, monkeypatch):
     def interrupted(*args, **how):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "Llama", interrupted)
+    monkeypatch.setattr(generate_command, "Llama", interrupted)
     assert run("generate", "--model", tiny, PROMPT) == (130, "", "")
 
 
@@ -463,7 +466,7 @@ def test_info_with_an_adapter_that_is_not_there(run):
     [(32, "32 bytes"), (1023, "1023 bytes"), (32768, "32 KiB"), (2**27, "128 MiB"), (2**31 - 1, "2 GiB"), (2**64 - 1, "16 EiB")],
 )
 def test_sizes_are_readable(count, text):
-    assert cli._size(count) == text
+    assert info_command._size(count) == text
 
 
 @pytest.mark.parametrize("words", [["--help"], ["info", "--help"], ["generate", "--help"]], ids=" ".join)

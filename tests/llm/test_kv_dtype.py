@@ -9,6 +9,7 @@ import pytest
 from tests.helpers import nmse
 from tests.llm.make_gguf import write_llama_gguf
 from wgattn import ArgumentError, cli, reference
+from wgattn.commands import generate as generate_command
 from wgattn.llm.llama import Llama
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "data" / "smollm2.json").read_text())["cases"]
@@ -117,7 +118,7 @@ def test_the_command_takes_them(tmp_path, capsys, monkeypatch):
             super().__init__(*args, **options)
             made.append((self.kv_dtype, self.caches[0].dtype))
 
-    monkeypatch.setattr(cli, "Llama", Spy)
+    monkeypatch.setattr(generate_command, "Llama", Spy)
     for given in ("q8_0", "Q4_0", "f16"):
         assert cli.main(["generate", "--model", str(path), "--kv-dtype", given, "--tokens", "3", "--ignore-eos", "--json", "ab"]) == 0
         assert len(json.loads(capsys.readouterr().out)["ids"]) == 3
