@@ -173,8 +173,9 @@ def test_activations_as_int8(devices, rng, norm):
             unit, total = np.moveaxis(units[:, :count].astype(np.float64), 2, 0).swapaxes(1, 2)
             np.testing.assert_allclose(unit, np.abs(v).reshape(count, -1, 32).max(-1) / 127, rtol=1e-6)
             np.testing.assert_allclose(total, unit * codes.sum(-1, dtype=np.float64), rtol=1e-6)
-            wanted = reference.quantize_int8(v).reshape(count, -1, 32)
-            assert (np.abs(codes * unit[..., None] - wanted) <= 1.001 * unit[..., None]).all()
-            assert (np.abs(codes * unit[..., None] - wanted) > 1e-5 * unit[..., None]).mean() < 1e-3  # a tie may go either way
+            blocks = v.reshape(count, -1, 32).astype(np.float64)
+            high = np.abs(blocks).max(-1, keepdims=True)
+            wanted = 127 * blocks / np.where(high > 0, high, 1)
+            assert np.abs(codes - wanted).max() <= 0.501  # what is nearly a tie may go either way
             squares = (x[:count].astype(np.float64) ** 2).mean(1)
             np.testing.assert_allclose(scale[:count], (squares + 1e-5) ** -0.5 if norm else 1, rtol=1e-5)

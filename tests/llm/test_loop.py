@@ -343,10 +343,11 @@ def test_generated_tokens_follow_from_the_logits_of_each_step(model):
 
 @pytest.mark.conformance
 def test_seeds_of_generation(model):
-    tokens = generated(model, [1, 2], 30)
-    assert generated(model, [1, 2], 30) == tokens
-    assert generated(model, [1, 2], 30, seed=6) != tokens
-    assert generated(model, [1, 2], 30, seed=None) != generated(model, [1, 2], 30, seed=None)
+    hot = {"temperature": 100.0}  # any token, nearly: equal sequences are no chance
+    tokens = generated(model, [1, 2], 30, **hot)
+    assert generated(model, [1, 2], 30, **hot) == tokens
+    assert generated(model, [1, 2], 30, **hot, seed=6) != tokens
+    assert generated(model, [1, 2], 30, **hot, seed=None) != generated(model, [1, 2], 30, **hot, seed=None)
     assert generated(model, [1, 2], 30, top_k=1) == generated(model, [1, 2], 30, temperature=0.0)
 
 
