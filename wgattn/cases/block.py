@@ -170,24 +170,23 @@ NORM = Family("rms_norm", {"dtype": tuple(_DTYPES), "weight": tuple(_DTYPES), "w
 ROPE = Family("apply_rope", {"dtype": tuple(_DTYPES), "dims": ((64, 64), (64, 16), (37, 10)), "interleaved": (False, True)}, _rope)
 _MLP_AXES = {"weights": WEIGHTS, "tokens": ("1 token", "20 tokens"), "mixed": (False, True), "bias": (False, True)}
 MLP = Family("MLP", _MLP_AXES, _mlp, rows=("weights", "tokens"))
-UNFUSED_MLP = Family("MLP unfused", _MLP_AXES, partial(_mlp, fused=False))
+_FEW_WEIGHTS = ("F32", "F16", "Q4_0", "Q6_K", "Q8_0 int8")
+"""For layers of several dispatches, whose projections are those of one."""
+UNFUSED_MLP = Family("MLP unfused", _MLP_AXES | {"weights": _FEW_WEIGHTS}, partial(_mlp, fused=False))
 LARGE_MLP = Family("large MLP", {"weights": ("F32", "F16", "Q4_0", "Q6_K", "Q8_0 int8")}, _large_mlp)
 MATRIX_UNITS = Family("MLP in f16", {"weights": tuple(FORMATS), "tokens": (20, 256), "mixed": (False, True), "bias": (False, True)}, _half_mlp)
-ATTENTION = Family(
-    "attention half",
-    {
-        "layer": ("fused", "unfused"),
-        "weights": WEIGHTS,
-        "kv_dtype": tuple(KV_FORMATS),
-        "rope": tuple(_ROPES),
-        "bias": (False, True),
-        "qk_norm": (False, True),
-        "residual": ("none", "own", "x"),
-        "mixed": (False, True),
-        "prompt": (18, 5),
-    },
-    _attention,
-    rows=("layer",),
-    numbers=("rope", "prompt"),
-)
-FAMILIES = (NORM, ROPE, MLP, UNFUSED_MLP, LARGE_MLP, MATRIX_UNITS, ATTENTION)
+_ATTENTION_AXES = {
+    "layer": ("fused",),
+    "weights": WEIGHTS,
+    "kv_dtype": tuple(KV_FORMATS),
+    "rope": tuple(_ROPES),
+    "bias": (False, True),
+    "qk_norm": (False, True),
+    "residual": ("none", "own", "x"),
+    "mixed": (False, True),
+    "prompt": (18, 5),
+}
+_IN_ATTENTION = {"rows": ("layer",), "numbers": ("rope", "prompt")}
+ATTENTION = Family("attention half", _ATTENTION_AXES, _attention, **_IN_ATTENTION)
+UNFUSED_ATTENTION = Family("attention half", _ATTENTION_AXES | {"layer": ("unfused",), "weights": _FEW_WEIGHTS}, _attention, **_IN_ATTENTION)
+FAMILIES = (NORM, ROPE, MLP, UNFUSED_MLP, LARGE_MLP, MATRIX_UNITS, ATTENTION, UNFUSED_ATTENTION)

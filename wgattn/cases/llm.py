@@ -17,7 +17,7 @@ from .block import QUANTISED_CACHE
 from .family import Family, Result, once
 from .weights import RandomModel, width_of
 
-_DRAWS = 1024
+_DRAWS = 512
 """Of a case of sampling."""
 
 
