@@ -44,8 +44,8 @@ def pack_options(temperature: float, top_k: int, top_p: float, seed: int | None)
 
 
 class DecodeLoop:
-    """Follows each decode step by a dispatch that picks the next token, `llm/argmax.wgsl` or `llm/sample.wgsl`, and runs such steps in blocks, the
-    next one submitted before the last is read.
+    """Follows each decode step by a dispatch that picks the next token, `llm/argmax.wgsl` or `llm/sample.wgsl`, and runs such steps in blocks, on
+    a GPU the next one submitted before the last is read.
 
     Args:
         recordings: (limit, recording) each: the recording of a step at lengths below the limit.
@@ -73,7 +73,8 @@ class DecodeLoop:
         """The pick of a token that is drawn."""
         kernel = device.kernel("llm/sample", "order", "threefry", WORKGROUP=workgroup, TOKENS_AT=state.tokens_at)
         self.sample.add(kernel, (1,), buffers | {"sampling": self._options, "kept": self._kept}, params | {"slots": slots}, label="sample, next step")
-        self._readbacks = [Readback(self._history) for _ in range(2)]
+        in_flight = 1 if profile.software else 2  # on a CPU two blocks take cores from one another
+        self._readbacks = [Readback(self._history) for _ in range(in_flight)]
         self._block = 1
 
     def run(self, begin: Recording, length: int, count: int, done: Callable[[int], None], options: np.ndarray | None = None) -> Iterator[int]:
@@ -101,7 +102,7 @@ class DecodeLoop:
                 submitted += picks
             first, picks, readback, started = pending.popleft()
             history = readback.numpy()
-            if ahead > 1 and time.perf_counter() - started < _BLOCK_SECONDS:
+            if first > length and time.perf_counter() - started < _BLOCK_SECONDS:
                 self._block = min(2 * self._block, _MOST)
             ahead = len(self._readbacks)
             for position in range(first, first + picks):
