@@ -9,7 +9,8 @@ from tests.block.test_linear import random_matrix
 from tests.helpers import nmse, poison, split_canary, with_canary
 from wgattn import FusedMLP, reference
 from wgattn.block.arithmetic import resolve
-from wgattn.block.linear import Matrix, MatrixShape, _record_half, choose_linear, half_fits, pad_vector, padded, record_linear
+from wgattn.block.linear import Matrix, MatrixShape, choose_linear, half_fits, pad_vector, padded, record_linear
+from wgattn.block.prepared import record_half
 from wgattn.block.quant import FORMATS
 from wgattn.gpu import Device, DeviceProfile, Recording, StepState
 from wgattn.gpu.shader import assemble
@@ -83,7 +84,7 @@ def recorded_half(device: Device, x: np.ndarray, count: int, columns: int, gamma
     stride = -(-columns // 64) * 64
     recording._scratch = {"x as f16": with_canary(device, poison((len(x), stride), np.float16)), "scale of x": device.tensor(poison((len(x),)))}
     weights = None if gamma is None else device.tensor(pad_vector(gamma))
-    left = _record_half(recording, state.step, device.tensor(x), len(x), columns, weights, 1e-5, "each", "")
+    left = record_half(recording, state.step, device.tensor(x), len(x), columns, weights, 1e-5, "each", "")
     return left["x"], left["x_scale"], recording
 
 

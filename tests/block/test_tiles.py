@@ -11,8 +11,9 @@ from tests.helpers import assert_untouched, dirty_workgroup_memory, nmse, poison
 from wgattn import reference
 from wgattn.block import tiles
 from wgattn.block.linear import LinearShape, Matrix, choose_linear, pad_vector, padded, record_linear
+from wgattn.block.prepared import record_int8
 from wgattn.block.quant import FORMATS, QuantizedTensor
-from wgattn.block.tiles import Int8TileShape, TileShape, choose_tile, record_int8
+from wgattn.block.tiles import Int8TileShape, TileShape, choose_tile
 from wgattn.gpu import Device, Recording, StepState
 from wgattn.gpu.shader import assemble
 

@@ -10,14 +10,10 @@ import numpy as np
 
 from ..errors import CapacityError
 from ..gpu import DeviceProfile, Part, Recording, Store, grid, power_of_two
-from .quant import CHUNK, FORMATS, Format, QuantizedTensor, rows_that_fit
-from .tiles import Int8TileShape, TileShape, choose_tile, record_int8
+from .prepared import half_stride, record_half, record_int8
+from .quant import CHUNK, FORMATS, Format, QuantizedTensor, padded, rows_that_fit
+from .tiles import Int8TileShape, TileShape, choose_tile
 from .vector import VectorShape, choose_vector
-
-
-def padded(columns: int) -> int:
-    """The stride of rows of activations: whole chunks, so that kernels need no tail. The padding is zero and stays zero."""
-    return -(-columns // CHUNK) * CHUNK
 
 
 @dataclass(frozen=True)
@@ -247,10 +243,8 @@ def record_linear(
         **(options or {}),
     )
     given = {"step": step, "x": x} if gamma is None or prepared else {"step": step, "x": x, "gamma": gamma}
-    if half:
-        given |= _record_half(recording, step, x, tokens, matrix.columns, gamma, eps, token, label)
-    elif int8_tile:
-        given |= record_int8(recording, step, x, tokens, matrix.columns, gamma, eps, token, label)
+    if prepared:
+        given |= (record_half if half else record_int8)(recording, step, x, tokens, matrix.columns, gamma, eps, token, label)
     for piece in matrix:
         buffers = {**given, **piece.planes, **outputs}
         if bias is not None:
@@ -260,38 +254,13 @@ def record_linear(
         params = {
             "columns": matrix.columns,
             "rows": piece.rows,
-            "x_stride": -(-matrix.columns // 64) * 64 if half else tokens if int8_tile else padded(matrix.columns),
+            "x_stride": half_stride(matrix.columns) if half else tokens if int8_tile else padded(matrix.columns),
             "y_stride": y_stride,
             "first_row": first_row + piece.first_row,
             "eps": eps,
         }
         operations = 2.0 * tokens * piece.rows * matrix.columns if tokens > 1 else 0.0  # a decode step is one submit
         recording.add(kernel, shape.groups(piece.rows, tokens, device.profile.max_workgroups), buffers, params, label, operations)
-
-
-def _record_half(
-    recording: Recording, step: Any, x: Any, tokens: int, columns: int, gamma: Any, eps: float, token: str, label: str
-) -> dict[str, Any]:
-    """Append the dispatch that norms x and rounds it to f16; returns the buffers that it leaves."""
-    device = recording.device
-    stride = -(-columns // 64) * 64
-    rounded, scale = recording.scratch("x as f16", (tokens, stride // 2), np.uint32), recording.scratch("scale of x", (tokens,))
-    lanes = min(256, power_of_two(device.profile.max_invocations), power_of_two(-(-columns // 8)))
-    norm = "none" if gamma is None else "rms"
-    kernel = device.kernel(
-        "block/half",
-        "step",
-        f"block/parts/norm_{norm}",
-        f"block/parts/token_{token}",
-        device.profile.team_part(lanes),
-        LANES=lanes,
-        WORKGROUP=lanes,
-        SUBGROUP=device.profile.subgroup_size,
-    )
-    params = {"columns": columns, "x_stride": padded(columns), "half_stride": stride, "eps": eps}
-    buffers = {"step": step, "x": x, "half": rounded, "scale": scale} | ({} if gamma is None else {"gamma": gamma})
-    recording.add(kernel, grid(tokens, device.profile.max_workgroups)[:1], buffers, params, f"{label}: f16" if label else "f16")
-    return {"x": rounded, "x_scale": scale}
 
 
 def pad_vector(vector: np.ndarray) -> np.ndarray:

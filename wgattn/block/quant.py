@@ -18,6 +18,12 @@ from ..extras import load_extra
 CHUNK = 16
 """Columns that a kernel takes at a time; rows of float formats are padded to a multiple."""
 
+
+def padded(columns: int) -> int:
+    """The stride of rows of activations: whole chunks, so that kernels need no tail. The padding is zero and stays zero."""
+    return -(-columns // CHUNK) * CHUNK
+
+
 Planes = dict[str, np.ndarray]
 
 

@@ -1,13 +1,11 @@
-"""Projections of many tokens in tiles that go through workgroup memory: their shapes, the choice among them, and x as int8 for them."""
+"""Projections of many tokens in tiles that go through workgroup memory: their shapes, and the choice among them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import numpy as np
-
-from ..gpu import DeviceProfile, Recording, grid, power_of_two
+from ..gpu import DeviceProfile, grid
 from .quant import CHUNK
 
 STEP = 32
@@ -81,25 +79,3 @@ def choose_tile(profile: DeviceProfile, rows: int, tokens: int, int8: bool) -> T
     count = {t: -(-rows // t.rows) * -(-tokens // t.tokens) for t in fit}
     enough = [t for t in fit if count[t] * t.workgroup >= _GPU_LANES]
     return min(enough, key=lambda t: count[t] * t.work, default=fit[-1] if fit else None)
-
-
-def record_int8(recording: Recording, step: Any, x: Any, tokens: int, columns: int, gamma: Any, eps: float, token: str, label: str) -> dict[str, Any]:
-    """Append the dispatch that rounds x, times gamma where there is one, to int8; returns the buffers that it leaves for `Int8TileShape`."""
-    device = recording.device
-    codes = recording.scratch("x as int8", (columns // CHUNK, tokens, 4), np.uint32)
-    units, scale = recording.scratch("units of x", (columns // 32, tokens, 2)), recording.scratch("scale of x", (tokens,))
-    lanes = min(256, power_of_two(device.profile.max_invocations), power_of_two(2 * (columns // 32) - 1))
-    kernel = device.kernel(
-        "block/int8",
-        "step",
-        f"block/parts/norm_{'none' if gamma is None else 'rms'}",
-        f"block/parts/token_{token}",
-        device.profile.team_part(lanes),
-        LANES=lanes,
-        WORKGROUP=lanes,
-        SUBGROUP=device.profile.subgroup_size,
-    )
-    params = {"columns": columns, "x_stride": -(-columns // CHUNK) * CHUNK, "tokens": tokens, "eps": eps}
-    buffers = {"step": step, "x": x, "codes": codes, "units": units, "scale": scale} | ({} if gamma is None else {"gamma": gamma})
-    recording.add(kernel, grid(tokens, device.profile.max_workgroups)[:1], buffers, params, f"{label}: int8" if label else "int8")
-    return {"x": codes, "x_units": units, "x_scale": scale}
