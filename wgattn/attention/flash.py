@@ -88,11 +88,8 @@ FlashShape = FlashLaneShape | FlashTileShape
 
 def unsupported(profile: DeviceProfile, problem: Problem) -> str | None:
     """What is missing, in a sentence, or None."""
-    limit = profile.max_workgroups
-    if max(problem.num_kv_heads, problem.batch) > limit:
-        return f"{problem.num_kv_heads} KV heads and {problem.batch} sequences must each be at most {limit}."
-    if problem.storage_buffers > profile.max_storage_buffers:
-        return f"it binds {problem.storage_buffers} storage buffers, there are {profile.max_storage_buffers}."
+    if beyond := common.beyond_limits(profile, problem):
+        return beyond
     shape = choose_flash(profile, problem)
     if isinstance(shape, FlashTileShape) and not shape.fits(profile, problem):
         need = shape.workgroup_bytes(profile, problem)

@@ -56,11 +56,7 @@ def unsupported(profile: DeviceProfile, problem: Problem) -> str | None:
         return f"it needs f16, which the device {f16}, and subgroups of {', '.join(map(str, _SUBGROUPS))} lanes, not of {profile.subgroup_size}."
     if not fitting(profile, problem):
         return f"heads of {problem.head_dim} and {problem.value_dim} do not fit {profile.workgroup_memory} bytes of workgroup memory."
-    if max(problem.num_kv_heads, problem.batch) > profile.max_workgroups:
-        return f"{problem.num_kv_heads} KV heads and {problem.batch} sequences must each be at most {profile.max_workgroups}."
-    if problem.storage_buffers > profile.max_storage_buffers:
-        return f"it binds {problem.storage_buffers} storage buffers, there are {profile.max_storage_buffers}."
-    return None
+    return common.beyond_limits(profile, problem)
 
 
 def choose_flash_matrix(profile: DeviceProfile, problem: Problem) -> FlashMatrixShape:

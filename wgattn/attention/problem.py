@@ -175,6 +175,16 @@ def rows_part(problem: Problem, name: str) -> Part:
     return stored.load_part(name, width, dim, f"params.{name[0]}_scales")
 
 
+def beyond_limits(profile: DeviceProfile, problem: Problem) -> str | None:
+    """What a dispatch for all KV heads and sequences exceeds on a device, in a sentence, or None."""
+    limit = profile.max_workgroups
+    if max(problem.num_kv_heads, problem.batch) > limit:
+        return f"{problem.num_kv_heads} KV heads and {problem.batch} sequences must each be at most {limit}."
+    if problem.storage_buffers > profile.max_storage_buffers:
+        return f"it binds {problem.storage_buffers} storage buffers, there are {profile.max_storage_buffers}."
+    return None
+
+
 def base_parts(problem: Problem) -> list[str | Part]:
     """Sizes and lengths: every attention kernel has them."""
     return ["attention/parts/problem", f"attention/parts/lengths_{problem.lengths}", *(["step"] if problem.lengths == "step" else [])]
