@@ -7,7 +7,7 @@ import pytest
 
 from tests.block.layers import QUANTISED
 from tests.block.test_linear import Case, random_matrix, run
-from tests.helpers import assert_untouched, dirty_workgroup_memory, nmse, poison, split_canary, with_canary
+from tests.helpers import assert_untouched, dirty_workgroup_memory, poison, split_canary, with_canary
 from wgattn import reference
 from wgattn.block import tiles
 from wgattn.block.linear import LinearShape, Matrix, choose_linear, pad_vector, padded, record_linear
@@ -18,6 +18,8 @@ from wgattn.gpu import Device, Recording, StepState
 from wgattn.gpu.shader import assemble
 
 OUTPUTS = ("store", "add", "swiglu", "silu_mul")
+FLIPS = 1e-7
+"""Mean squared error of int8 against its emulation: values next to a tie may go to either code, as WGSL lets the last bits of a division differ."""
 
 
 @pytest.fixture
@@ -98,21 +100,25 @@ def test_each_format(force, rng, kind):
 
 
 def project(device: Device, rng: np.random.Generator, matrix: QuantizedTensor, tokens: int, count: int, output: str, norm: bool, bias: bool) -> float:
-    """NMSE of a projection of `count` tokens against its emulation in float64, checking that nothing else is written."""
+    """Mean squared error of a projection of `count` tokens against its emulation in float64, checking that nothing else is written. An error is a
+    share of the magnitudes that its sum is made of: what they cancel to may be anything, however right the sum is."""
     rows, columns = matrix.shape
     x = poison((tokens, columns))
     x[:count] = rng.standard_normal((count, columns)) * 10.0 ** rng.uniform(-1, 0.5, (count, 1))
     gamma = rng.uniform(0.5, 2, columns).astype(np.float32) if norm else None
     beta = rng.standard_normal(rows).astype(np.float32) if bias else None
-    want = reference.linear_int8(x[:count], matrix.dequantize(), beta, gamma, 1e-5)
+    weight, given = matrix.dequantize(), (beta, gamma)
+    want = reference.linear_int8(x[:count], weight, *given)
+    size = reference.linear_int8(np.abs(x[:count]), np.abs(weight), *(None if a is None else np.abs(a) for a in given))
     width = rows // 2 if output == "swiglu" else rows
     before = poison((tokens, width + 3))
     before[:count, :width] = rng.standard_normal((count, width))
     old = before[:count, :width].astype(np.float64)
     with np.errstate(over="ignore"):
         if output == "swiglu":
-            want = reference.silu(want[:, ::2]) * want[:, 1::2]
+            want, size = reference.silu(want[:, ::2]) * want[:, 1::2], size[:, ::2] * size[:, 1::2]
         want = {"add": old + want, "silu_mul": reference.silu(want) * old}.get(output, want)
+        size = {"add": np.abs(old) + size, "silu_mul": size * np.abs(old)}.get(output, size)
     y, state, recording = with_canary(device, before), StepState(device), Recording(device)
     record_linear(
         recording, Matrix(device, matrix, 2), step=state.step, x=device.tensor(x), output=output, outputs={"y": y}, tokens=tokens, y_stride=width + 3,
@@ -126,8 +132,7 @@ def project(device: Device, rng: np.random.Generator, matrix: QuantizedTensor, t
     assert_untouched(canary)
     assert_untouched(after[count:])
     assert_untouched(after[:count, width:])
-    scale = np.abs(want).max(1, keepdims=True)  # each token counts as much
-    return nmse(after[:count, :width] / scale, want / scale)
+    return float((((after[:count, :width] - want) / size) ** 2).mean())
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
@@ -138,14 +143,14 @@ def test_each_int8_tile(force, rng, tile, output):
     for rows in (2, 2 * tile.rows + 6) if output == "swiglu" else (1, 2 * tile.rows + 7):
         for count in (1, tile.tokens + 3, 2 * tile.tokens):
             error = project(device, rng, random_matrix(rng, rows, columns, kind), 2 * tile.tokens, count, output, turn % 2 == 0, turn // 2 % 2 == 0)
-            assert error < (1e-7 if turn % 2 else 1e-4), (rows, count)  # x * gamma may be a tie between two codes
+            assert error < FLIPS, (rows, count)
 
 
 @pytest.mark.conformance(kind=["Q4_0", "Q4_K", "Q6_K"])
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_each_format_in_int8(force, rng, kind):
     for tile in tiles._INT8_TILES[:2] if kind in ("Q4_K", "Q6_K") else tiles._INT8_TILES[2:]:
-        assert project(force(tile), rng, random_matrix(rng, 71, 768, kind), tile.tokens + 9, tile.tokens + 8, "store", False, True) < 1e-8
+        assert project(force(tile), rng, random_matrix(rng, 71, 768, kind), tile.tokens + 9, tile.tokens + 8, "store", False, True) < FLIPS
 
 
 @pytest.mark.conformance
