@@ -68,6 +68,7 @@ def test_headers_agree_with_the_variants(sources):
 
 def test_headers_list_no_option_that_nothing_has(sources):
     given = {name for s in sources.values() for name in s.options}
+    given |= {name.removeprefix(f"{f.name}_") for s in sources.values() for f in shaders.parts_of(s) if f.name for name in s.options}
     derived = {name for f in shaders.files() for name in re.findall(r"const (\w+)", f.text)}
     listed = {(f.path, option) for f in shaders.files() for option in f.options if option not in given | derived}
     assert not listed

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache
 from typing import Any
@@ -144,10 +144,11 @@ def tint() -> Compiler:
 
 @dataclass(frozen=True)
 class File:
-    """A .wgsl file: its path below `shaders/` without the ending, and its text."""
+    """A .wgsl file: its path below `shaders/` without the ending, and its text; as a part of a kernel, the name of its `Named` set, if any."""
 
     path: str
     text: str
+    name: str = ""
 
     @property
     def is_part(self) -> bool:
@@ -186,7 +187,13 @@ class File:
     def options(self) -> set[str]:
         """Constants that the header lists."""
         said = re.sub(r"\([^()]*\)", "", (self.after("Options") or "").partition("parts:")[0])
-        return set(re.findall(r"\b[A-Z][A-Z0-9_]*\b", said))
+        own = set(re.findall(r"\b[A-Z][A-Z0-9_]*\b", said))
+        return {f"{self.name}_{o}" for o in own | set(re.findall(r"\bparams\.(\w+)", self.text))} if self.name else own
+
+    def constants(self, source: Source) -> dict[str, float]:
+        """What the file's names stand for in a text that it is a part of."""
+        prefix = f"{self.name}_"
+        return dict(source.constants) | {n.removeprefix(prefix): v for n, v in source.constants.items() if self.name and n.startswith(prefix)}
 
     @property
     def parts(self) -> list[str]:
@@ -218,7 +225,7 @@ def covering(found: Iterable[Source]) -> list[Source]:
 
 def parts_of(source: Source) -> list[File]:
     """The main file and the parts that a text is made of."""
-    return [file(source.name), *(file(p if "/" in p else f"parts/{p}") for p in source.parts)]
+    return [file(source.name), *(replace(file(path), name=name) for path, _, name in (p.partition(" as ") for p in source.parts))]
 
 
 def file_faults(f: File) -> Iterator[str]:
@@ -247,7 +254,7 @@ def source_faults(source: Source) -> Iterator[str]:
     """What is wrong with the headers of the files that a text is made of."""
     made_of = parts_of(source)
     try:
-        said = sum(evaluate(f.memory or "0", source.constants) for f in made_of)
+        said = sum(evaluate(f.memory or "0", f.constants(source)) for f in made_of)
     except (KeyError, ValueError) as error:
         yield f"the formula of its workgroup memory cannot be evaluated: {error}"
     else:

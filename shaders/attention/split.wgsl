@@ -9,7 +9,7 @@
 // Options: HEAD_DIM, VALUE_DIM, GROUP, SHARERS (workgroups that share a key), ONE_QUERY (one sequence, one query), HEADS_AT_ONCE (1 or GROUP), LANES,
 // KEYS (a power of two, at most LANES and 8), WIDE (vec4s in a unit of a row: what a lane loads at once), UNITS and VALUE_UNITS = ceil(units in a row / LANES),
 // MERGED (softmaxes of a head that meet in workgroup memory), WORKGROUP; parts: problem, lengths_*, rows_* as query, split_rows_* as keys and values,
-// adjust_*, split_team_*, split_one or split_many.
+// adjust_*, split_team_*, split_one, split_many or split_slice.
 
 const TEAMS = WORKGROUP / LANES;
 const FOLDED = WORKGROUP / MERGED;               // invocations that end with one result
@@ -33,6 +33,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     i = row - b * params.queries;
   }
   if (b >= params.batch || i >= query_count() || number >= params.kv_heads * SHARERS) { return; }
+  split_ahead(number, index);
   let h = number * GROUP;
   let lane = index % LANES;
   let team = index / LANES;
@@ -155,6 +156,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     workgroupBarrier();
     for (var n = index; n < GROUP * VALUE_WIDTH; n += WORKGROUP) { merge(b, h + n / VALUE_WIDTH, i, group.z, n % VALUE_WIDTH, n / VALUE_WIDTH * MERGED); }
   }
+  split_end(number, index);
 }
 
 fn merge(b: u32, h: u32, i: u32, split: u32, c: u32, first: u32) {

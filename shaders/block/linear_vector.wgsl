@@ -3,9 +3,9 @@
 // A workgroup computes GROUP_ROWS rows: TEAMS teams of LANES invocations, BATCHES times BATCH rows each. A lane takes the columns of CHUNKS chunks
 // of 16, the same for all rows, so that x is read from memory once a workgroup: at a few rows a workgroup that would be most of the traffic.
 // The norm's scale is one number, applied after the dot products. Sums of subgroups meet in workgroup memory behind one barrier.
-// Workgroup memory: 4 * GROUP_ROWS * PARTS + 4 * WORKGROUP / SUBGROUP, and that of products_* and heads_norm.
+// Workgroup memory: 4 * GROUP_ROWS * PARTS + 4 * WORKGROUP / SUBGROUP, and that of products_*, source_* and heads_norm.
 // Options: COLUMNS (padded to 16), LANES, TEAMS, BATCH, BATCHES, CHUNKS = COLUMNS / 16 / LANES (rounded up), ROWS = 4, PAIRS = 2, QUADS = 1, WORKGROUP, SUBGROUP (1: none);
-// parts: step, weights_* or codes_* and scales_*, products_*, sharers_*, norm_*, bias_*, token_*, heads_*, output_*, end_none or cache_store_*.
+// parts: step, weights_* or codes_* and scales_*, source_*, products_*, sharers_*, norm_*, bias_*, token_*, heads_*, output_*, end_none or cache_store_*.
 
 struct Params { columns: u32, rows: u32, x_stride: u32, y_stride: u32, first_row: u32, eps: f32 }
 
@@ -37,12 +37,14 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   var scales$r_$c = scales_load(min(first_row + team_row + $ru, params.rows - 1u), chunk$c);
   //@ end
   //@ end
+  output_ahead(first_row, index);
+  source_ahead(index);
   let x_at = input_token(0u) * (params.x_stride / 4u);
   var squares = 0.0;
   for (var first = 0u; first < COLUMNS / 4u; first += WORKGROUP) {
     let i = min(first + index, COLUMNS / 4u - 1u);
     let inside = first + index < COLUMNS / 4u;
-    let v = x[x_at + i];
+    let v = source_load(x_at + i, inside && first_row == 0u);
     squares += select(0.0, norm_square(v), inside);
     input_put(i, norm_apply4(v, i), inside);
   }

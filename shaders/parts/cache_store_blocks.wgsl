@@ -10,6 +10,7 @@ fn new_values_load(at: u32, i: u32) -> vec4<f32> { return vec4<f32>(head_values[
 
 fn cache_rows() -> u32 { return arrayLength(&keys) / (keys_BLOCKS * KV_BITS + (keys_BLOCKS + 1u) / 2u); }
 fn cache_scales() -> u32 { return cache_rows() * keys_BLOCKS * KV_BITS; }
+fn output_ahead(first_row: u32, index: u32) {}
 fn output_end(first_row: u32, token: u32, index: u32) {
   workgroupBarrier();
   let head = (params.first_row + first_row) / HEAD_DIM;

@@ -4,4 +4,5 @@ var<storage, read_write> values: array<vec2<f32>>;   // (tokens, KV_HEADS, HEAD_
 fn cache_row(head: u32, position: u32) -> u32 { return ((position - step.position) * KV_HEADS + head) * (HEAD_DIM / 2u); }
 fn keys_store(i: u32, v: vec2<f32>) { keys[i] = v; }
 fn values_store(i: u32, v: vec2<f32>) { values[i] = v; }
+fn output_ahead(first_row: u32, index: u32) {}
 fn output_end(first_row: u32, token: u32, index: u32) {}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wgattn.errors import ArgumentError
-from wgattn.gpu import Device, Part
+from wgattn.gpu import Device, Named, Part
 from wgattn.gpu.shader import SHADERS, Source, assemble, evaluate
 
 MAIN = """// A kernel.
@@ -88,6 +88,43 @@ def test_a_part_with_holes_serves_several_buffers(write_shader):
     assert "@binding(1) var<storage, read> keys: array<f32>;" in source.text
     assert "fn query_load(i: u32) -> f32 { return query[i * WIDTH]; }" in source.text
     assert "$" not in source.text
+
+
+def test_named_parts_are_a_second_set(write_shader):
+    """What they declare, their options and their parameters have names of their own; what is the kernel's, and members, stay."""
+    write_shader("kernel", body("  let a = load(0u) + slice_load(1u);", "struct Params { columns: u32 }\nvar<uniform> params: Params;"))
+    write_shader(
+        "parts/codes",
+        """alias Codes = u32;
+struct Unit { size: u32 }
+const SIZE = DIM * 2u;
+var<storage, read> plane: array<u32>;
+var<workgroup> kept: array<u32, DIM>;
+//@ unroll n in 0..COUNT
+var<private> code$n: Codes;
+//@ end
+fn load(i: u32) -> Codes {
+  var sum = plane[i * params.columns + WORKGROUP + Unit(SIZE).size];
+  //@ unroll n in 0..COUNT
+  sum += other(code$n);
+  //@ end
+  return sum;
+}
+""",
+    )
+    write_shader("parts/other", "fn other(x: u32) -> u32 { return x; }\n")
+    options = {"DIM": 4, "COUNT": 1, "WORKGROUP": 64, "slice_DIM": 8, "slice_COUNT": 3, "slice_columns": 16}
+    source = assemble("kernel", ("codes", "other", Named("slice", ("codes", Part.of("parts/other")))), options)
+    assert [name for name, _ in source.buffers] == ["params", "plane", "slice_plane"]
+    assert source.workgroup_bytes == 4 * 4 + 4 * 8
+    assert source.parts == ("parts/codes", "parts/other", "parts/codes as slice", "parts/other as slice")
+    own, second = source.text.split("alias slice_Codes = u32;")
+    for text in ("fn load(i: u32) -> Codes {", "plane[i * params.columns + WORKGROUP + Unit(SIZE).size]", "sum += other(code0);", "const SIZE = DIM * 2u;"):
+        assert text in own
+    wanted = ("fn slice_load(i: u32) -> slice_Codes {", "slice_plane[i * slice_columns + WORKGROUP + slice_Unit(slice_SIZE).size]")
+    for text in (*wanted, "sum += slice_other(slice_code2);", "const slice_SIZE = slice_DIM * 2u;"):
+        assert text in second
+    assert [text.count("var<private>") for text in (own, second)] == [1, 3]
 
 
 # ---- parameters and options

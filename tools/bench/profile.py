@@ -226,7 +226,7 @@ def _each(bench: Bench, recording: Recording) -> list[float]:
 def variant(d: Dispatch) -> str:
     """Parts and options that a kernel's text is made of, the plain ones left out."""
     source = d.kernel.source
-    parts = [part.split("/")[-1] for part in source.parts if not part.endswith(("_none", "_plain", "step", "problem"))]
+    parts = [part.split("/")[-1] for part in source.parts if not part.partition(" as ")[0].endswith(("_none", "_plain", "step", "problem"))]
     return " ".join([*parts, *(f"{name}={value}" for name, value in source.options.items())])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..gpu import Device, DeviceProfile, Part, Recording, Tensor, grid, power_of_two
+from ..gpu import Device, DeviceProfile, Named, Part, Recording, Tensor, grid, power_of_two
 from . import problem as common
 from .problem import Operands, Problem
 
@@ -99,8 +99,24 @@ def scratch(device: Device, problem: Problem, shape: SplitShape) -> dict[str, Te
     return {"partial_out": device.empty((*rows, 4 * problem.value_width)), "partial_stat": device.empty((*rows, 2))}
 
 
-def record(recording: Recording, problem: Problem, operands: Operands, shape: SplitShape, partial: Mapping[str, Any]) -> None:
-    """Append the path's one dispatch, or two where the keys are split. `partial` is `scratch` of the same problem and shape."""
+@dataclass(frozen=True)
+class Onward:
+    """What a workgroup goes on with, in the same dispatch, instead of writing its outputs to memory: parts, options and buffers for its kernel."""
+
+    label: str
+    """Of the dispatch."""
+    part: Named
+    options: Mapping[str, int]
+    buffers: Mapping[str, Any]
+
+
+def record(
+    recording: Recording, problem: Problem, operands: Operands, shape: SplitShape, partial: Mapping[str, Any], onward: Onward | None = None
+) -> None:
+    """Append the path's one dispatch, or two where the keys are split. `partial` is `scratch` of the same problem and shape.
+
+    onward: what follows where nothing is split; its part is `block/parts/slice` as "slice".
+    """
     device = recording.device
     limit = device.profile.max_workgroups
     many = shape.splits > 1
@@ -112,8 +128,9 @@ def record(recording: Recording, problem: Problem, operands: Operands, shape: Sp
         *(part for name in ("keys", "values") for part in _rows_parts(problem, name, wide)),
         *common.score_parts(problem),
         f"attention/parts/split_team_{'subgroup' if shape.folded > 1 else 'one'}",
-        *(["attention/parts/split_many"] if many else ["attention/parts/split_one", *common.finish_parts(problem)]),
+        *_end_parts(problem, many, onward),
         **common.options(problem),
+        **(onward.options if onward else {}),
         GROUP=shape.group,
         SHARERS=problem.ratio // shape.group,
         ONE_QUERY=problem.batch == problem.queries == 1,
@@ -128,7 +145,8 @@ def record(recording: Recording, problem: Problem, operands: Operands, shape: Sp
     )
     for first, number, operations in common.pieces(device.profile, problem.rows // shape.group, problem.operations):
         groups = (*grid(number, limit), shape.splits)
-        common.add(recording, kernel, groups, problem, operands, partial, shape.splits, "attention", operations, first)
+        left = {**partial, **(onward.buffers if onward else {})}
+        common.add(recording, kernel, groups, problem, operands, left, shape.splits, onward.label if onward else "attention", operations, first)
     if many:
         columns = min(problem.value_width, power_of_two(device.profile.max_invocations))
         parts = 1 if device.profile.software else power_of_two(min(shape.splits, max(1, min(256, device.profile.max_invocations) // columns)))
@@ -143,6 +161,13 @@ def record(recording: Recording, problem: Problem, operands: Operands, shape: Sp
             EACH=math.ceil(shape.splits / parts),
         )
         common.add(recording, kernel, grid(problem.rows, limit), problem, operands, partial, shape.splits, label="attention combine")
+
+
+def _end_parts(problem: Problem, many: bool, onward: Onward | None) -> list[str | Part | Named]:
+    if many:
+        return ["attention/parts/split_many"]
+    store, *finish = common.finish_parts(problem)
+    return ["attention/parts/split_slice", *finish, onward.part] if onward else ["attention/parts/split_one", store, *finish]
 
 
 def _wide(problem: Problem, operands: Operands) -> int:

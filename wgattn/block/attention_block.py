@@ -15,12 +15,16 @@ from ..attention.choose import choose
 from ..attention.kv_cache import KVCache
 from ..attention.paths import PATHS
 from ..attention.problem import Operands, Problem, Rows
+from ..attention.split import Onward, SplitShape
+from ..attention.split import record as record_split
 from ..errors import ArgumentError, ShapeError, Unsupported
 from ..gpu import DeviceProfile, Recording, Store, Tensor
 from .arithmetic import resolve
 from .linear import Matrix, pad_vector, record_linear
 from .quant import QuantizedTensor, stack_rows
 from .rope import Rope
+from .slices import SliceShape, choose_slice, onward
+from .vector import digits_of
 
 
 @dataclass(frozen=True)
@@ -84,13 +88,29 @@ class ChosenAttention:
     def _splits(self, problem: Problem) -> int:
         return getattr(PATHS[self.path].shape(self._profile, problem), "splits", 1)
 
-    def record(self, recording: Recording, *, step: Any, query: Tensor, cache: KVCache, out: Tensor) -> None:
-        """Append the dispatches: token t of the step sees keys 0 .. position + t. query and out: (tokens, at least H * D) float32."""
-        p = replace(self.problem, kv_dtype=cache.dtype, keys=min(self.problem.keys, cache.capacity))
-        p = replace(p, in_place=query is out and self.path in _NO_SCORES and self._splits(p) == 1)  # else other dispatches read and write them
+    def of(self, cache: KVCache) -> Problem:
+        """The problem over a cache."""
+        return replace(self.problem, kv_dtype=cache.dtype, keys=min(self.problem.keys, cache.capacity))
+
+    def unsplit(self, cache: KVCache) -> SplitShape | None:
+        """The shape over a cache where one workgroup of path "split" sees all that a head's query sees, and can go on with its output."""
+        shape = PATHS[self.path].shape(self._profile, self.of(cache)) if self.path == "split" else None
+        return shape if shape and shape.splits == 1 else None
+
+    def record(self, recording: Recording, *, step: Any, query: Tensor, cache: KVCache, out: Tensor, onward: Onward | None = None) -> None:
+        """Append the dispatches: token t of the step sees keys 0 .. position + t. query and out: (tokens, at least H * D) float32.
+
+        onward: what follows where `unsplit` has a shape; `out` is then left as it is.
+        """
+        p = self.of(cache)
+        in_place = query is out and self.path in _NO_SCORES and self._splits(p) == 1 and not onward  # else other dispatches read and write them
+        p = replace(p, in_place=in_place)
         rows = Rows(query, 0, p.head_dim, query.shape[1])
         operands = Operands(rows, cache.rows(cache.keys), cache.rows(cache.values), Rows(out, 0, p.head_dim, out.shape[1]), step=step)
-        PATHS[self.path].record(recording, p, operands)
+        if onward:
+            record_split(recording, p, operands, self.unsplit(cache), {}, onward)
+        else:
+            PATHS[self.path].record(recording, p, operands)
 
 
 class QkvProjection:
@@ -127,11 +147,11 @@ class QkvProjection:
                 recording,
                 matrix,
                 step=state["step"],
-                x=state["h"],
+                x=state.get("stream", state["h"]),
                 output="qkv",
                 outputs={"rope": state["rope"], "query": state["query"], "keys": keys, "values": values},
                 parts=("cache_store_rows",) if later else cache.format.cache_parts,
-                whole_heads=quantised and not later,
+                group_rows=g.head_dim if quantised and not later else 0,
                 options={**g.kernel_options, **rope_options(self.rope)},
                 tokens=tokens,
                 y_stride=state["query"].shape[1],
@@ -177,10 +197,17 @@ class AttentionBlock:
 
         state: `step`, the residual stream `h` (tokens, padded E), scratch `query` and `attended` (tokens, padded H*D), which may be one tensor
         for a `ChosenAttention`, the table `rope`. With `y` (tokens, any stride) in it: y = residual + wo . attention(norm(h)); `residual` has
-        the same stride, and may be y.
+        the same stride, and may be y. With `stream`, the `Stream` of a decode step, that is read and left instead of h.
         """
         self.qkv.record(recording, cache, state, tokens)
-        attention.record(recording, step=state["step"], query=state["query"], cache=cache, out=state["attended"])
+        arithmetic = resolve(recording.device, self.wo, tokens, self.arithmetic)
+        stream, given = state.get("stream"), {"step": state["step"], "query": state["query"], "cache": cache, "out": state["attended"]}
+        if stream and (shape := self._slice(recording.device.profile, attention, cache, arithmetic)):
+            end = onward(recording, self.wo, self.bo, shape, "attention, output projection")
+            attention.record(recording, **given, onward=end)
+            stream.leave(end, shape.slices)
+            return
+        attention.record(recording, **given)
         record_linear(
             recording,
             self.wo,
@@ -189,13 +216,24 @@ class AttentionBlock:
             tokens=tokens,
             bias=self.bo,
             label="output projection, residual",
-            arithmetic=resolve(recording.device, self.wo, tokens, self.arithmetic),
+            arithmetic=arithmetic,
             **residual_output(state),
         )
 
+    def _slice(self, profile: DeviceProfile, attention: ChosenAttention, cache: KVCache, arithmetic: str) -> SliceShape | None:
+        """How the dispatch of attention goes on with the output projection; None where that has one of its own."""
+        shape, D = attention.unsplit(cache), self.geometry.head_dim
+        if shape is None or len(self.wo.pieces) > 1:
+            return None
+        memory = shape.merge_bytes(D // 4, shape.heads_at_once(D // 4, profile.workgroup_memory))
+        form, wo = self.wo.format, self.wo
+        return choose_slice(profile, wo.rows, wo.columns, shape.group * D, form, digits_of(form, arithmetic), shape.workgroup, memory)
+
 
 def residual_output(state: Mapping[str, Any]) -> dict[str, Any]:
-    """How a projection ends: added to the residual stream `h` in place, or y = residual + result; as keywords of `record_linear`."""
+    """How a projection ends: added to the residual stream in place, or y = residual + result; as keywords of `record_linear`."""
+    if "stream" in state:
+        state = {"h": state["stream"].tensor}
     y = state.get("y", state["h"])
     if y is state["h"] or y is state["residual"]:
         return {"output": "add", "outputs": {"y": y}, "y_stride": y.shape[1]}

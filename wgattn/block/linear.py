@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import CapacityError
-from ..gpu import DeviceProfile, Part, Recording, Store, grid, power_of_two
+from ..gpu import AnyPart, DeviceProfile, Recording, Store, grid, power_of_two
 from .prepared import half_stride, record_half, record_int8
 from .quant import CHUNK, FORMATS, Format, QuantizedTensor, padded, rows_that_fit
+from .slices import Stream
 from .tiles import Int8TileShape, TileShape, choose_tile
-from .vector import VectorShape, choose_vector
+from .vector import VectorShape, choose_vector, digits_of
 
 
 @dataclass(frozen=True)
@@ -123,27 +124,26 @@ def half_fits(profile: DeviceProfile, tokens: int) -> bool:
 
 
 def choose_linear(
-    profile: DeviceProfile, rows: int, columns: int, tokens: int, head_dim: int = 0, arithmetic: str = "exact", form: Format = FORMATS["F32"]
+    profile: DeviceProfile, rows: int, columns: int, tokens: int, group_rows: int = 0, arithmetic: str = "exact", form: Format = FORMATS["F32"]
 ) -> LinearShape | TileShape | VectorShape | MatrixShape:
     """The shape for a problem on a device; pure. `tokens` is the number a replay computes at most.
 
     A CPU pays for loads per lane and for barriers: one invocation for several rows. A GPU wants many lanes a row, loads in flight, and x in
-    registers; for many tokens it wants tiles in workgroup memory. With `head_dim` (a multiple of 4), a workgroup computes whole heads.
+    registers; for many tokens it wants tiles in workgroup memory. With `group_rows` (a multiple of 4), a workgroup computes so many.
     """
-    if tokens == 1 and not profile.software:
-        digits = 1 if arithmetic == "int8" else 3 if form.quantised else 0
-        if vector := choose_vector(profile, rows, padded(columns), form, digits, head_dim):
-            return vector
+    digits = digits_of(form, arithmetic)
+    if tokens == 1 and not profile.software and (vector := choose_vector(profile, rows, padded(columns), form, digits, group_rows)):
+        return vector
     if arithmetic == "half":
         return _matrix_shape(profile, rows, tokens)
     span = CHUNK if arithmetic == "exact" else 2 * CHUNK  # columns that a lane takes at a time
-    if head_dim:
+    if group_rows:
         free = _linear_shape(profile, rows, -(-columns // span), tokens)
-        most = 4 * profile.max_invocations // head_dim
+        most = 4 * profile.max_invocations // group_rows
         if not most:
-            raise CapacityError(f"Heads of {head_dim} rows need workgroups of {head_dim // 4}; {profile.name} allows {profile.max_invocations}.")
+            raise CapacityError(f"Heads of {group_rows} rows need workgroups of {group_rows // 4}; {profile.name} allows {profile.max_invocations}.")
         lanes = min(free.lanes, power_of_two(most))
-        return LinearShape(lanes, 4, free.tokens, lanes * head_dim // 4)
+        return LinearShape(lanes, 4, free.tokens, lanes * group_rows // 4)
     if tokens >= 16 and not profile.software and (tile := choose_tile(profile, rows, tokens, arithmetic == "int8")):
         return tile
     return _linear_shape(profile, rows, -(-columns // span), tokens)
@@ -196,57 +196,68 @@ def record_linear(
     bias: Any = None,
     token: str = "each",
     head_gamma: Any = None,
-    parts: tuple[str | Part, ...] = (),
+    parts: tuple[AnyPart, ...] = (),
     options: Mapping[str, int] | None = None,
-    whole_heads: bool = False,
+    group_rows: int = 0,
     arithmetic: str = "exact",
     label: str = "",
 ) -> None:
     """Append y = output(W . norm(x)) to a recording: one dispatch a piece of the matrix.
 
     Args:
-        step: buffer of `parts/step.wgsl`; x: (tokens, padded(columns)) float32.
+        step: buffer of `parts/step.wgsl`; x: (tokens, padded(columns)) float32, or the `Stream` of a decode step.
         output: which `block/parts/output_*` ends the kernel; `outputs` are the buffers it declares, `parts` and `options` what else it wants.
         first_row: where the matrix's row 0 stands among the rows that the output part counts.
         gamma: weights (padded(columns)) of an RMSNorm of x, with `eps`; None: no norm. bias: (rows) float32.
         token: "each": tokens in, tokens out; "last": one output, from the last token of the step.
         head_gamma: (2, head_dim) float32: weights of QK-norm; `options` then has HEADS, KV_HEADS and HEAD_DIM, and pieces are whole heads.
-        whole_heads: a workgroup computes one head, as with `head_gamma`; the same is asked of options and pieces.
+        group_rows: rows that one workgroup computes, where it goes on with them; pieces are multiples of that. With `head_gamma` it is a head's.
         arithmetic: "exact"; "int8" for a quantised matrix: activations are rounded too; "half" where `half_fits`: both become f16. For many
             tokens these take one more dispatch, which rounds x.
     """
     device = recording.device
-    head_dim = (options or {})["HEAD_DIM"] if whole_heads or head_gamma is not None else 0
-    if head_dim and arithmetic == "half":
-        arithmetic = "exact"  # its tiles are not whole heads
-    shape = choose_linear(device.profile, matrix.rows, matrix.columns, tokens, head_dim, arithmetic, matrix.format)
+    if head_gamma is not None:
+        group_rows = (options or {})["HEAD_DIM"]
+    if group_rows and arithmetic == "half":
+        arithmetic = "exact"  # its tiles are not whole groups
+    shape = choose_linear(device.profile, matrix.rows, matrix.columns, tokens, group_rows, arithmetic, matrix.format)
+    vector = isinstance(shape, VectorShape)
+    if isinstance(x, Stream) and not vector:
+        x = x.settle(recording)
     half, int8_tile = isinstance(shape, MatrixShape), isinstance(shape, Int8TileShape)
     prepared = half or int8_tile  # x is rounded by a dispatch of its own
     norm = "none" if gamma is None else "rms"
     if gamma is not None and arithmetic == "exact" and device.profile.software and tokens == 1:
-        room = device.profile.workgroup_memory - 8 * shape.workgroup - 4 * head_dim  # less what norm_shared, heads_norm, cache_store_blocks keep besides
+        room = device.profile.workgroup_memory - 8 * shape.workgroup - 4 * group_rows  # less what norm_shared, heads_norm, cache_store_blocks keep besides
         norm = "shared" if 4 * padded(matrix.columns) <= room else "rms"
-    kernel = device.kernel(
-        "block/linear_int8" if arithmetic == "int8" and isinstance(shape, LinearShape) else shape.main,
-        "step",
-        *matrix.format.parts,
-        f"block/parts/{matrix.format.halves if half else matrix.format.dots if int8_tile else f'norm_{norm}'}",
-        f"block/parts/bias_{'none' if bias is None else 'add'}",
-        *shape.parts(device.profile),
-        *(() if prepared else (f"block/parts/token_{token}",)),
-        f"block/parts/heads_{'plain' if head_gamma is None else 'norm'}",
-        f"block/parts/output_{output}",
-        *(() if output == "qkv" else ("block/parts/end_none",)),
-        *parts,
-        **({} if prepared else {"COLUMNS": matrix.columns if norm == "shared" else 0}) | shape.options(device.profile),
-        **matrix.format.options,
-        **(options or {}),
-    )
-    given = {"step": step, "x": x} if gamma is None or prepared else {"step": step, "x": x, "gamma": gamma}
+    of_x = {"x": x}
     if prepared:
-        given |= (record_half if half else record_int8)(recording, step, x, tokens, matrix.columns, gamma, eps, token, label)
+        of_x = {"x": x} | (record_half if half else record_int8)(recording, step, x, tokens, matrix.columns, gamma, eps, token, label)
     for piece in matrix:
-        buffers = {**given, **piece.planes, **outputs}
+        source, sums = "block/parts/source_plain", {}
+        if isinstance(x, Stream):
+            source, sums, of_x = x.take(shape.workgroup, device.profile.workgroup_memory - shape.workgroup_bytes - 4 * group_rows)
+        kernel = device.kernel(
+            "block/linear_int8" if arithmetic == "int8" and isinstance(shape, LinearShape) else shape.main,
+            "step",
+            *matrix.format.parts,
+            *((source,) if vector else ()),
+            f"block/parts/{matrix.format.halves if half else matrix.format.dots if int8_tile else f'norm_{norm}'}",
+            f"block/parts/bias_{'none' if bias is None else 'add'}",
+            *shape.parts(device.profile),
+            *(() if prepared else (f"block/parts/token_{token}",)),
+            f"block/parts/heads_{'plain' if head_gamma is None else 'norm'}",
+            f"block/parts/output_{output}",
+            *(() if output in _WITH_ENDS else ("block/parts/end_none",)),
+            *parts,
+            **({} if prepared else {"COLUMNS": matrix.columns if norm == "shared" else 0}) | shape.options(device.profile),
+            **matrix.format.options,
+            **(options or {}),
+            **sums,
+        )
+        buffers = {"step": step, **of_x, **piece.planes, **outputs}
+        if gamma is not None and not prepared:
+            buffers["gamma"] = gamma
         if bias is not None:
             buffers["bias"] = bias
         if head_gamma is not None:
@@ -261,6 +272,10 @@ def record_linear(
         }
         operations = 2.0 * tokens * piece.rows * matrix.columns if tokens > 1 else 0.0  # a decode step is one submit
         recording.add(kernel, shape.groups(piece.rows, tokens, device.profile.max_workgroups), buffers, params, label, operations)
+
+
+_WITH_ENDS = ("qkv", "slice")
+"""Outputs that come with their own end, or want one among `parts`."""
 
 
 def pad_vector(vector: np.ndarray) -> np.ndarray:

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ..gpu import Recording, Store, Tensor
+from ..gpu import Device, Recording, Store, Tensor
 from .arithmetic import resolve
 from .attention_block import residual_output
-from .linear import Matrix, pad_vector, record_linear
+from .linear import Matrix, pad_vector, padded, record_linear
 from .quant import QuantizedTensor, stack_rows
+from .slices import SLICE, SliceShape, choose_slice, onward
+from .vector import choose_vector, digits_of
 
 
 class MlpBlock:
@@ -47,24 +49,29 @@ class MlpBlock:
         """Append h += down . (silu(gate . norm(h)) * (up . norm(h))) for up to `tokens` tokens.
 
         state: `step`, the residual stream `h` (tokens, padded E), scratch `hidden` (tokens, padded I). With `y` in it, the result goes there,
-        on top of `residual`; see `AttentionBlock.record`.
+        on top of `residual`; with `stream`, that is read and left instead of h; see `AttentionBlock.record`.
         """
+        x, device = state.get("stream", state["h"]), recording.device
+        shape = self._slice(device) if "stream" in state else None
+        end = onward(recording, self.down, self.b_down, shape, "MLP") if shape else None
+        hidden = {"output": "slice", "outputs": end.buffers, "parts": (end.part,), "options": end.options, "group_rows": 2 * shape.columns} if end else {}
         for matrix, output, bias in self.gate_up:
             record_linear(
                 recording,
                 matrix,
                 step=state["step"],
-                x=state["h"],
-                output=output,
-                outputs={"y": state["hidden"]},
+                x=x,
                 tokens=tokens,
-                y_stride=state["hidden"].shape[1],
                 gamma=self.gamma,
                 eps=self.eps,
                 bias=bias,
-                arithmetic=resolve(recording.device, matrix, tokens, self.arithmetic),
-                label="norm, gate, up, SwiGLU",
+                arithmetic=resolve(device, matrix, tokens, self.arithmetic),
+                label=end.label if end else "norm, gate, up, SwiGLU",
+                **(hidden or {"output": output, "outputs": {"y": state["hidden"]}, "y_stride": state["hidden"].shape[1]}),
             )
+        if end:
+            x.leave(end, shape.slices)
+            return
         record_linear(
             recording,
             self.down,
@@ -72,10 +79,22 @@ class MlpBlock:
             x=state["hidden"],
             tokens=tokens,
             bias=self.b_down,
-            arithmetic=resolve(recording.device, self.down, tokens, self.arithmetic),
+            arithmetic=resolve(device, self.down, tokens, self.arithmetic),
             label="down projection, residual",
             **residual_output(state),
         )
+
+    def _slice(self, device: Device) -> SliceShape | None:
+        """How the dispatch of gate and up goes on with the down projection; None where that has one of its own."""
+        matrix, output, _ = self.gate_up[0]
+        if output != "swiglu" or len(matrix.pieces) > 1 or len(self.down.pieces) > 1 or device.profile.software:
+            return None
+        first, last = (digits_of(m.format, resolve(device, m, 1, self.arithmetic)) for m in (matrix, self.down))
+        group = choose_vector(device.profile, matrix.rows, padded(matrix.columns), matrix.format, first, 2 * SLICE)
+        if group is None:
+            return None
+        sizes = (self.down.rows, self.down.columns, SLICE, self.down.format, last)
+        return choose_slice(device.profile, *sizes, group.workgroup, group.workgroup_bytes)
 
 
 def gate_up_bias(weights: Mapping[str, Any]) -> np.ndarray | None:

@@ -68,8 +68,13 @@ class VectorShape:
         return (*grid(-(-rows // self.rows), limit), 1)
 
 
-def choose_vector(profile: DeviceProfile, rows: int, columns: int, form: Format, digits: int, head_dim: int = 0) -> VectorShape | None:
-    """The shape for `rows` rows of `columns` (padded) in a format; pure. With `head_dim`, a workgroup computes whole heads of so many rows.
+def digits_of(form: Format, arithmetic: str) -> int:
+    """Digits of 8 bits that x is rounded to for one token; 0 for matrices of floats, whose products are of floats."""
+    return 0 if not form.quantised else 1 if arithmetic == "int8" else 3
+
+
+def choose_vector(profile: DeviceProfile, rows: int, columns: int, form: Format, digits: int, group_rows: int = 0) -> VectorShape | None:
+    """The shape for `rows` rows of `columns` (padded) in a format; pure. With `group_rows`, a workgroup computes so many.
 
     None where there is not enough workgroup memory for x, or no subgroups of 8, which digits need.
 
@@ -86,16 +91,16 @@ def choose_vector(profile: DeviceProfile, rows: int, columns: int, form: Format,
     if lanes > most or most < subgroup or (digits and subgroup < 8):
         return None
     base = VectorShape(lanes, most // lanes, 4, 1, columns, subgroup, digits)
-    if head_dim:
-        teams = math.gcd(base.teams, head_dim // 4)
-        shape = replace(base, teams=teams, batches=head_dim // 4 // teams)
+    if group_rows:
+        teams = math.gcd(base.teams, group_rows // 4)
+        shape = replace(base, teams=teams, batches=group_rows // 4 // teams)
     else:
         shape = _row_shape(base, rows, form, most)
         while shape.workgroup_bytes > profile.workgroup_memory and shape.batches > 1:
             shape = replace(shape, batches=shape.batches // 2)
     if shape.workgroup % subgroup or shape.rows % 4 or shape.rows // 4 > shape.workgroup:
         return None
-    return shape if shape.workgroup_bytes + 4 * head_dim <= profile.workgroup_memory else None  # cache_store_blocks keeps a head
+    return shape if shape.workgroup_bytes + 4 * group_rows <= profile.workgroup_memory else None  # cache_store_blocks keeps a head
 
 
 def _row_shape(base: VectorShape, rows: int, form: Format, most: int) -> VectorShape:

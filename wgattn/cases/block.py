@@ -9,14 +9,18 @@ from typing import Any
 import numpy as np
 
 from .. import reference
+from ..attention.kv_cache import KVCache
 from ..attention.kv_format import KV_FORMATS
+from ..block.attention_block import AttentionBlock, ChosenAttention, Geometry
 from ..block.functional import apply_rope, rms_norm
 from ..block.fused import FusedAttention, FusedMLP
-from ..block.linear import half_fits
+from ..block.linear import half_fits, padded
+from ..block.mlp import MlpBlock
 from ..block.quant import FORMATS, QuantizedTensor
 from ..block.rope import Rope
+from ..block.slices import SLICE, Stream
 from ..errors import Unsupported
-from ..gpu import Device
+from ..gpu import Device, Recording, StepState
 from .family import Family, Result, once
 from .weights import random_matrix, random_vector, width_of
 
@@ -166,6 +170,47 @@ def _attention(
     yield Result("values", block.cache.v(), lambda: expected()[2], **kept)
 
 
+def _small_layers(device: Device, rng: np.random.Generator, *, weights: str, kv_dtype: str, bias: bool) -> Iterator[Result]:
+    """Steps of two layers so small that a GPU computes each in three dispatches, with a stream that sums are added to."""
+    kind, arithmetic = _parted(weights)
+    E, (H, KV, D), hidden, steps = width_of(kind), (8, 2, 32), 4 * SLICE, 3
+    shapes = {"wq": (H * D, E), "wk": (KV * D, E), "wv": (KV * D, E), "wo": (E, H * D)}, {"gate": (hidden, E), "up": (hidden, E), "down": (E, hidden)}
+    geometry, state, recording = Geometry(H, KV, D, 1e-5), StepState(device), Recording(device)
+    h = device.empty((1, padded(E)))
+    scratch = {"step": state.step, "h": h, "rope": device.tensor(np.zeros((steps, 1, 2), np.float32)), "hidden": device.empty((1, padded(hidden)))}
+    scratch |= {n: device.empty((1, H * D)) for n in ("query", "attended")}
+    scratch["stream"] = stream = Stream(h, device.empty(h.shape))
+    attention, layers = ChosenAttention(device.profile, geometry, 1, steps), []
+    for _ in range(2):
+        halves = [{"norm": random_vector(rng, E)} | {n: random_matrix(rng, *shape, kind) for n, shape in half.items()} for half in shapes]
+        if bias:
+            halves = [half | {_bias_of(n): _normal(rng, w.shape[0]) for n, w in half.items() if n != "norm"} for half in halves]
+        blocks = AttentionBlock(device, halves[0], geometry, None, arithmetic), MlpBlock(device, halves[1], 1e-5, arithmetic)
+        blocks[0].record(recording, attention, KVCache(device, KV, D, steps, kv_dtype), scratch, 1)
+        blocks[1].record(recording, scratch, 1)
+        layers.append([_dequantised(half) for half in halves])
+    end, x, got = stream.settle(recording), _normal(rng, steps, E), []
+    for position, row in enumerate(x):
+        state.place(position, 1)
+        h.write(np.pad(row, (0, h.shape[1] - E))[None])
+        recording.replay()
+        got.append(end.numpy()[0, :E])
+
+    def expected() -> np.ndarray:
+        y, int8 = x.astype(np.float64), arithmetic == "int8"
+        for attention, mlp in layers:
+            y = y + reference.attention_block(y, attention, num_heads=H, num_kv_heads=KV, head_dim=D, eps=1e-5, rope=None, int8=int8)[0]
+            y = y + reference.mlp(y, mlp, 1e-5, int8=int8)
+        return y
+
+    close: dict[str, Any] = {"nmse": _ROUNDED} if arithmetic == "int8" else {"absolute": 1e-2} if kv_dtype == "f16" else {"absolute": 2e-5}
+    yield Result("y", np.stack(got), expected, **close)
+
+
+def _bias_of(matrix: str) -> str:
+    return f"b{matrix[1]}" if matrix.startswith("w") else f"b_{matrix}"
+
+
 NORM = Family("rms_norm", {"dtype": tuple(_DTYPES), "weight": tuple(_DTYPES), "width": (64, 37, 1000)}, _norm)
 ROPE = Family("apply_rope", {"dtype": tuple(_DTYPES), "dims": ((64, 64), (64, 16), (37, 10)), "interleaved": (False, True)}, _rope)
 _MLP_AXES = {"weights": WEIGHTS, "tokens": ("1 token", "20 tokens"), "mixed": (False, True), "bias": (False, True)}
@@ -189,4 +234,5 @@ _ATTENTION_AXES = {
 _IN_ATTENTION = {"rows": ("layer",), "numbers": ("rope", "prompt")}
 ATTENTION = Family("attention half", _ATTENTION_AXES, _attention, **_IN_ATTENTION)
 UNFUSED_ATTENTION = Family("attention half", _ATTENTION_AXES | {"layer": ("unfused",), "weights": _FEW_WEIGHTS}, _attention, **_IN_ATTENTION)
-FAMILIES = (NORM, ROPE, MLP, UNFUSED_MLP, LARGE_MLP, MATRIX_UNITS, ATTENTION, UNFUSED_ATTENTION)
+SMALL_LAYERS = Family("small layers", {"weights": WEIGHTS, "kv_dtype": ("f32", "f16"), "bias": (False, True)}, _small_layers, rows=("weights",))
+FAMILIES = (NORM, ROPE, MLP, UNFUSED_MLP, LARGE_MLP, MATRIX_UNITS, ATTENTION, UNFUSED_ATTENTION, SMALL_LAYERS)

@@ -6,16 +6,18 @@ from .guard import Turn, in_turn, let_interrupt_in
 from .kernel import Kernel
 from .profile import DeviceProfile, power_of_two
 from .recording import Readback, Recording, StepState, grid
-from .shader import Part
+from .shader import AnyPart, Named, Part
 from .step_input import StepInput
 from .tensor import Slice, Store, Tensor
 from .webgpu import list_adapters
 
 __all__ = [
+    "AnyPart",
     "Arena",
     "Device",
     "DeviceProfile",
     "Kernel",
+    "Named",
     "Part",
     "Readback",
     "Recording",

@@ -37,11 +37,49 @@ class Part:
     def of(cls, path: str, **names: str) -> Part:
         return cls(path, tuple(sorted(names.items())))
 
-    def text(self) -> str:
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (self.path,)
+
+    def text(self, options: Mapping[str, Option]) -> str:
         text = _read(self.path)
         for name, value in self.names:
             text = text.replace(f"${name}", value)
         return text
+
+
+_DECLARED = re.compile(r"^(?:fn|alias|struct|const|override|var<[^>]*>)\s+(\w+)", re.M)
+
+
+@dataclass(frozen=True)
+class Named:
+    """Parts under a name of their own, so that a kernel can have two sets of them, as for a second matrix.
+
+    All that they declare begins with `name_`, buffers too; an option X of theirs is given as `name_X`, and what they read as `params.x` is the
+    option `name_x`.
+    """
+
+    name: str
+    parts: tuple[str | Part, ...]
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(f"{path} as {self.name}" for p in self.parts for path in _part(p).paths)
+
+    def text(self, options: Mapping[str, Option]) -> str:
+        text = "\n".join(_part(p).text(options) for p in self.parts)
+        prefix = f"{self.name}_"
+        words = {*_DECLARED.findall(text), *(o.removeprefix(prefix) for o in options if o.startswith(prefix))}
+        text = re.sub(rf"(?<![^.]\.)(?<!\w)(?:{'|'.join(sorted(words))})\b", lambda m: prefix + m[0], text)
+        return re.sub(r"\bparams\.(\w+)", rf"{prefix}\1", text)
+
+
+AnyPart = str | Part | Named
+"""How a part is asked for; text is the path of one without holes, `name` for `parts/name`."""
+
+
+def _part(part: AnyPart) -> Part | Named:
+    return Part.of(part if "/" in part else f"parts/{part}") if isinstance(part, str) else part
 
 
 _COMMENT = re.compile(r"//[^\n]*")
@@ -80,7 +118,7 @@ class Source:
     features: frozenset[str] = field(default_factory=frozenset)
     """Of "f16", "subgroup", "matrix" (matrix units): what the text needs from the device."""
     parts: tuple[str, ...] = ()
-    """Paths of the parts that the text is made of."""
+    """Paths of the parts that the text is made of; those of `Named` parts with "as name" behind."""
     options: Mapping[str, Option] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)
     """Every number that array lengths may name: options, and what the text declares."""
@@ -102,15 +140,16 @@ def _read(path: str) -> str:
         raise ArgumentError(f"There is no shader {path!r} in {SHADERS}.") from None
 
 
-def assemble(main: str, parts: tuple[str | Part, ...] = (), options: Mapping[str, Option] | None = None, directives: Mapping[str, str] | None = None) -> Source:
-    """Join one main file (`wing/name`) with parts (`wing/parts/name`, or `name` for `parts/name`; a `Part` fills holes) and options.
+def assemble(main: str, parts: tuple[AnyPart, ...] = (), options: Mapping[str, Option] | None = None, directives: Mapping[str, str] | None = None) -> Source:
+    """Join one main file (`wing/name`) with parts (`wing/parts/name`, or `name` for `parts/name`; a `Part` fills holes, `Named` renames) and options.
 
     An option that the text declares with `override` goes to the pipeline. Any other becomes a module constant, or an alias where the
     value is text (`KV="f16"`). A block between `//@ unroll r in 0..ROWS` and `//@ end` is repeated with `$r` replaced, because naga does
     not unroll loops and arrays indexed by a loop variable are slow. `directives` maps a feature to the line that a compiler wants for it.
     """
     options = dict(options or {})
-    body = "\n".join([_read(main), *(p.text() if isinstance(p, Part) else _read(p if "/" in p else f"parts/{p}") for p in parts)])
+    made = [_part(p) for p in parts]
+    body = "\n".join([_read(main), *(p.text(options) for p in made)])
     body = _unroll(body, options)
     code = _COMMENT.sub("", body)
     declared = dict(_OVERRIDE.findall(code))
@@ -136,7 +175,7 @@ def assemble(main: str, parts: tuple[str | Part, ...] = (), options: Mapping[str
         workgroup_bytes=sum(sizes),
         workgroup_storage=sum(-(-size // 16) * 16 for size in sizes),
         features=features,
-        parts=tuple(p if isinstance(p, str) else p.path for p in parts),
+        parts=tuple(path for p in made for path in p.paths),
         options=options,
         constants=values,
     )

@@ -22,6 +22,7 @@ from ..block.memory import allocate, attention_buffers
 from ..block.mlp import MlpBlock
 from ..block.quant import QuantizedTensor
 from ..block.rope import Rope
+from ..block.slices import Stream, pays
 from ..block.steps import chunk_tokens
 from ..errors import ArgumentError, CapacityError, FormatError, Unsupported
 from ..gpu import Arena, Device, Readback, Recording, StepState, Tensor, Turn, default_device, in_turn, let_interrupt_in
@@ -165,7 +166,7 @@ class Llama:
         limits = regimes(device.profile, self.capacity)
         self._prefill = self._recording(self.chunk, self.capacity, output=False)
         self._decode = [(limit, self._recording(1, limit, output=True)) for limit in limits]
-        self._head = self._output(Recording(device))
+        self._head = self._output(Recording(device), self._scratch["h"])
         self._loop = DecodeLoop(device, self._decode, self.logits, self._state)
 
     def _recording(self, tokens: int, length: int, output: bool) -> Recording:
@@ -177,18 +178,22 @@ class Llama:
             buffers = {"step": self._state.step, "tokens": self._state.tokens, "y": self._scratch["h"], **piece.planes}
             params = {"columns": c.embed_dim, "rows": piece.rows, "y_stride": padded(c.embed_dim), "first_row": piece.first_row}
             recording.add(kernel, (tokens,), buffers, params, label="embedding")
+        state = self._scratch
+        if tokens == 1 and pays(c.embed_dim, c.hidden_dim):
+            state = state | {"stream": Stream(state["h"], recording.scratch("the other half of the stream", (1, padded(c.embed_dim))))}
         for block, mlp, cache in zip(self.attention_blocks, self.mlp_blocks, self.caches, strict=True):
-            block.record(recording, attention, cache, self._scratch, tokens)
-            mlp.record(recording, self._scratch, tokens)
-        return self._output(recording) if output else recording
+            block.record(recording, attention, cache, state, tokens)
+            mlp.record(recording, state, tokens)
+        h = state["stream"].settle(recording) if "stream" in state else state["h"]
+        return self._output(recording, h) if output else recording
 
-    def _output(self, recording: Recording) -> Recording:
-        """Append final norm and output matrix for the last token of the step."""
+    def _output(self, recording: Recording, h: Tensor) -> Recording:
+        """Append final norm and output matrix for the last token of the step, whose residual stream is h."""
         record_linear(
             recording,
             self.output,
             step=self._state.step,
-            x=self._scratch["h"],
+            x=h,
             output="store",
             outputs={"y": self.logits},
             tokens=1,

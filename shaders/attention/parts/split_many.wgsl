@@ -7,3 +7,5 @@ fn split_store(b: u32, h: u32, i: u32, split: u32, c: u32, v: vec4<f32>, sum: f3
   if (c == 0u) { partial_stat[at] = vec2<f32>(highest, sum); }
 }
 fn split_share(keys: u32) -> u32 { return (keys + params.splits - 1u) / params.splits; }
+fn split_ahead(number: u32, index: u32) {}
+fn split_end(number: u32, index: u32) {}
