@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,12 @@ from tests.report import REFUSED
 from wgattn.errors import CapacityError, ModelNotFound, Unsupported
 from wgattn.gpu import Device, DeviceProfile, shader
 from wgattn.llm.gguf import find_model
+
+
+def pytest_configure() -> None:
+    """Shells start jobs in the background with Ctrl-C ignored, which Python and every child process would keep to."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 # ---- the conformance suite
 
