@@ -17,14 +17,22 @@ var<workgroup> best_id: array<u32, WORKGROUP>;
 fn main(@builtin(local_invocation_index) index: u32) {
   var key = ORDER_LOWEST - 1u;
   var id = NONE;
-  for (var i = index; i < (params.vocab + 3u) / 4u; i += WORKGROUP) {
-    let v = logits[i];
+  let quads = (params.vocab + 3u) / 4u;
+  for (var first = index; first < quads; first += 4u * WORKGROUP) {
+    //@ unroll n in 0..4
+    let v$n = logits[min(first + $nu * WORKGROUP, quads - 1u)];   // four loads under way: one after the other they would take as long each
+    //@ end
+    //@ unroll n in 0..4
     //@ unroll c in 0..4
-    let key$c = order_key(v[$c]);
-    if (i * 4u + $cu < params.vocab && key$c > key) {
-      key = key$c;
-      id = i * 4u + $cu;
+    {
+      let candidate = order_key(v$n[$c]);
+      let its_id = (first + $nu * WORKGROUP) * 4u + $cu;
+      if (its_id < params.vocab && candidate > key) {
+        key = candidate;
+        id = its_id;
+      }
     }
+    //@ end
     //@ end
   }
   best_key[index] = key;
