@@ -158,3 +158,34 @@ def test_chosen_tokens_are_checked(tmp_path, monkeypatch):
     bad = run()
     assert bad["right"] is False
     assert bad["error"] > 0.05
+
+
+def test_rows_and_depths_of_a_model(tmp_path, monkeypatch, capsys):
+    """Several of ours, each with a factor in a peer's cell; what nobody checked is called neither right nor wrong."""
+    from tests.llm.make_gguf import write_llama_gguf
+
+    write_llama_gguf(tmp_path / "tiny.gguf", layers=1, dim=64, heads=4, kv_heads=2, ffn=96, vocab=300, tied=False)
+    asked = []
+
+    def ask(kind, peer, problem, args):
+        asked.append((peer, problem["depth"], problem.get("backend"), problem.get("arithmetic")))
+        rate = 100.0 if peer == "llama.cpp" else 200.0 if problem["arithmetic"] == "exact" else 300.0
+        return {"decode_tok_s": rate, "device": "none", "version": "1"}, np.zeros(8)
+
+    monkeypatch.setattr(compare_peers, "ask", ask)
+    words = ["--only", "model", "--model", str(tmp_path / "tiny.gguf"), "--depth", "0", "--depth", "7", "--unchecked", "--json", str(tmp_path / "report.json")]
+    assert compare_peers.main([*words, "--ours", "wgpu:exact", "--ours", "dawn:int8"]) == 0
+    rows = [("wgattn", "wgpu", "exact"), ("wgattn", "dawn", "int8"), ("llama.cpp", None, None)]
+    assert asked == [(peer, depth, *more) for depth in (0, 7) for peer, *more in rows]
+    text = capsys.readouterr().out
+    assert text.count("decode 100 tok/s, 2.00x, 3.00x") == 2
+    assert text.count("not checked") == 6
+    found = json.loads((tmp_path / "report.json").read_text())["model"]
+    assert [outcome["right"] for outcome in found["wgattn dawn int8"].values()] == [None, None]
+
+
+@pytest.mark.parametrize("word", ["dawn", "cuda:exact", "wgpu:fp8", ":"])
+def test_ours_wants_a_backend_and_an_arithmetic(word, capsys):
+    with pytest.raises(SystemExit):
+        compare_peers.main(["--ours", word])
+    assert "BACKEND:ARITHMETIC" in capsys.readouterr().err

@@ -3,6 +3,7 @@
     python tools/compare_peers.py                                              # whichever peers this environment has
     python tools/compare_peers.py --python llama.cpp=peer/bin/python           # a peer in an environment of its own; again for others
     python tools/compare_peers.py --only attention --heads 32 --kv-heads 8 --dim 128 --length 2048 --json FILE
+    python tools/compare_peers.py --only model --model FILE.gguf --depth 0 --depth 2048 --ours wgpu:exact --ours dawn:auto
 
 Every peer runs in a process of its own, because they do not get on with one another inside one. A peer that is not installed is a row that says how to
 install it, and one that fails a row with its error. Only ratios count: absolute times mean little on a shared machine. Inputs stay on the device, and
@@ -32,6 +33,8 @@ from rich.table import Table
 import wgattn
 from wgattn import reference
 from wgattn.attention.paths import PATHS
+from wgattn.block.arithmetic import ARITHMETICS
+from wgattn.commands.info import BACKENDS
 from wgattn.errors import ModelNotFound
 from wgattn.llm.gguf import ModelFile, find_model
 from wgattn.llm.llama import LlamaConfig
@@ -102,8 +105,8 @@ def ask(kind: str, peer: str, problem: dict, args: argparse.Namespace) -> tuple[
         return json.loads(answer.read_text()), np.load(result) if result.exists() else None
 
 
-def outcome_of(answer: dict, wrongness: Callable[[], tuple[float, bool]]) -> Outcome:
-    """`wrongness()`: the error of what was computed, and whether that is right."""
+def outcome_of(answer: dict, wrongness: Callable[[], tuple[float | None, bool | None]]) -> Outcome:
+    """`wrongness()`: the error of what was computed, and whether that is right; None where nobody looked."""
     if "missing" in answer:
         return Outcome(missing=answer["missing"])
     if "cannot" in answer:
@@ -156,30 +159,41 @@ def compare_attention(args: argparse.Namespace) -> Iterator[tuple[str, str, Outc
 
 
 def model_problem(args: argparse.Namespace) -> tuple[dict, ModelFile]:
+    """What the problems of all depths have in common, and the file."""
     file = ModelFile(find_model(args.model))
     config = LlamaConfig.from_file(file)
     check = np.random.default_rng(args.seed).integers(0, config.vocab_size, 12).tolist()
-    sizes = {"prompt": args.prompt, "decode": args.decode, "depth": args.depth, "repeat": args.repeat, "seed": args.seed}
+    sizes = {"prompt": args.prompt, "decode": args.decode, "repeat": args.repeat, "seed": args.seed}
     return {"model": str(file.path.resolve()), "vocab": config.vocab_size, "check": check, "check_tokens": 8, **sizes}, file
+
+
+def sides(args: argparse.Namespace) -> dict[str, tuple[str, dict[str, str | None]]]:
+    """Rows of the table by name: whose they are, and what else that side is told."""
+    ways = [word.partition(":")[::2] for word in args.ours]
+    ours = {f"{OURS} {backend} {arithmetic}": (OURS, {"backend": backend, "arithmetic": arithmetic}) for backend, arithmetic in ways}
+    ours = ours or {OURS: (OURS, {"backend": None, "arithmetic": "exact"})}
+    return ours | {peer: (peer, {}) for peer in INSTALL["model"]}
 
 
 def compare_models(args: argparse.Namespace) -> Iterator[tuple[str, str, Outcome]]:
     """(peer, problem, outcome)."""
     problem, file = model_problem(args)
-    name = f"{file.path.name}, prompt of {args.prompt}, decode at depth {args.depth}"
     weights: dict[str, np.ndarray] = {}
-    for peer in (OURS, *INSTALL["model"]):
-        answer, result = ask("model", peer, problem, args)
+    for depth in args.depth or [0]:
+        for name, (peer, more) in sides(args).items():
+            answer, result = ask("model", peer, problem | {"depth": depth} | more, args)
 
-        def wrongness(result: np.ndarray | None = result) -> tuple[float, bool]:
-            """How much less likely than the best, by the logits of the reference, a chosen token is at worst."""
-            chosen = result.tolist()
-            weights.update(weights or dequantised(file))
-            logits = reference.llama(weights, problem["check"] + chosen[:-1], LlamaConfig.from_file(file))[-len(chosen) :]
-            gap = float((logits.max(1) - logits[np.arange(len(chosen)), chosen]).max())
-            return gap, gap <= _CLOSE
+            def wrongness(result: np.ndarray | None = result) -> tuple[float | None, bool | None]:
+                """How much less likely than the best, by the logits of the reference, a chosen token is at worst."""
+                if args.unchecked:
+                    return None, None
+                chosen = result.tolist()
+                weights.update(weights or dequantised(file))
+                logits = reference.llama(weights, problem["check"] + chosen[:-1], LlamaConfig.from_file(file))[-len(chosen) :]
+                gap = float((logits.max(1) - logits[np.arange(len(chosen)), chosen]).max())
+                return gap, gap <= _CLOSE
 
-        yield peer, name, outcome_of(answer, wrongness)
+            yield name, f"{file.path.name}, prompt of {args.prompt}, decode at depth {depth}", outcome_of(answer, wrongness)
 
 
 def dequantised(file: ModelFile) -> dict[str, np.ndarray]:
@@ -190,34 +204,36 @@ def dequantised(file: ModelFile) -> dict[str, np.ndarray]:
 # ---- what is shown
 
 
-def row(peer: str, outcomes: dict[str, Outcome], names: Sequence[str], ours: dict[str, Outcome], install: dict[str, str]) -> list[str]:
+def row(peer: str, outcomes: dict[str, Outcome], names: Sequence[str], ours: Sequence[dict[str, Outcome]], install: dict[str, str]) -> list[str]:
     """The cells of a peer."""
     missing = {o.missing for o in outcomes.values()}
     if None not in missing:
         return [peer, f"not installed: {install.get(peer) or missing.pop()}"]
-    return [peer, *(cell(outcomes[name], ours.get(name)) for name in names)]
+    return [peer, *(cell(outcomes[name], [o[name] for o in ours]) for name in names)]
 
 
-def cell(outcome: Outcome, ours: Outcome | None) -> str:
+def cell(outcome: Outcome, ours: Sequence[Outcome]) -> str:
+    """Numbers, and behind those of a peer how many times as fast each of our rows was."""
     if not outcome.numbers:
         return outcome.excuse or f"not installed: {outcome.missing}"
     parts = []
     for what, value in outcome.numbers.items():
         text = f"{value * 1e3:.4g} ms" if what == "seconds" else f"{what.removesuffix('_tok_s').replace('_', ' ')} {value:.4g} tok/s"
-        mine = ours.numbers.get(what) if ours else None
-        if mine and ours is not outcome:
-            text += f", {value / mine if what == 'seconds' else mine / value:.2f}x"
+        for mine in () if any(outcome is o for o in ours) else (o.numbers.get(what) for o in ours):
+            if mine:
+                text += f", {value / mine if what == 'seconds' else mine / value:.2f}x"
         parts.append(text)
-    verdict = f"error {outcome.error:.1e}" if outcome.right else f"WRONG: error {outcome.error:.2g}"
+    verdict = "not checked" if outcome.right is None else f"error {outcome.error:.1e}" if outcome.right else f"WRONG: error {outcome.error:.2g}"
     return "\n".join([*parts, verdict])
 
 
 def show(console: Console, title: str, found: dict[str, dict[str, Outcome]], install: dict[str, str]) -> None:
-    """A table: peers down, problems across. The factor behind a number says how many times as fast wgattn was."""
+    """A table: peers down, problems across. The factors behind a number say how many times as fast our rows were, in their order."""
     names = list(next(iter(found.values())))
+    ours = [found[OURS]] if OURS in found else [outcomes for side, outcomes in found.items() if side.startswith(OURS)]
     table = Table("", *names, title=title, title_justify="left", show_lines=True)
     for peer, outcomes in found.items():
-        table.add_row(*row(peer, outcomes, names, found.get(OURS, {}), install))
+        table.add_row(*row(peer, outcomes, names, ours, install))
     console.print(table)
     for peer, outcomes in found.items():
         about = next((o.about for o in outcomes.values() if o.about), None)
@@ -236,10 +252,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, default in (("heads", 8), ("kv-heads", 2), ("length", 512), ("dim", 64), ("repeat", 5), ("seed", 0)):
         add(f"--{name}", type=int, default=default, help=f"default {default}")
     add("--model", default="smollm2", metavar="FILE", help="a GGUF file, or smollm2 for the demo model (default)")
-    for name, default in (("prompt", 128), ("decode", 16), ("depth", 0)):
+    for name, default in (("prompt", 128), ("decode", 16)):
         add(f"--{name}", type=int, default=default, help=f"tokens (default {default})")
+    add("--depth", type=int, action="append", help="positions before them (default 0); again for others")
+    add("--ours", action="append", default=[], metavar="BACKEND:ARITHMETIC", help="a row of models by wgattn, such as dawn:int8; again for others")
+    add("--unchecked", action="store_true", help="do not compute by the reference which tokens are right, which takes long for large models")
     args = parser.parse_args(argv)
     known = {OURS, *(peer for peers in INSTALL.values() for peer in peers)}
+    for word in args.ours:
+        backend, _, arithmetic = word.partition(":")
+        if backend not in BACKENDS or arithmetic not in ARITHMETICS:
+            parser.error(f"--ours {word}: BACKEND:ARITHMETIC is wanted, of {', '.join(BACKENDS)} and {', '.join(ARITHMETICS)}")
     args.pythons = {}
     for word in args.python:
         peer, _, path = word.partition("=")

@@ -26,7 +26,8 @@ def wgattn(p: dict) -> Answer:
     import wgattn
     from wgattn import Llama
 
-    model = Llama.from_gguf(p["model"], capacity=p["depth"] + p["prompt"] + p["decode"] + 64)
+    device = wgattn.Device(backend=p["backend"])
+    model = Llama.from_gguf(p["model"], capacity=p["depth"] + p["prompt"] + p["decode"] + 64, arithmetic=p["arithmetic"], device=device)
 
     def run(count: int, single: bool) -> float:
         model.reset()
