@@ -1,6 +1,9 @@
 """Tests that assert nothing look green whatever the code does: here are none."""
 
 import ast
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,3 +110,15 @@ def test_skips_say_why_the_machine_cannot():
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("pytest.skip", "pytest.mark.skip", "pytest.mark.xfail", "pytest.xfail"):
                 assert ast.unparse(node.func) == "pytest.skip", f"{path}:{node.lineno}: {ast.unparse(node)}"
                 assert node.args, f"{path}:{node.lineno}"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+def test_the_suite_runs_in_the_background_too():
+    """A shell starts jobs in the background with SIGINT ignored, and processes inherit that."""
+    one = "tests/test_interrupts.py::test_other_threads_hold_nothing_back"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        found = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", one], cwd=TESTS.parent, capture_output=True, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert found.returncode == 0, found.stdout
