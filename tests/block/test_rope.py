@@ -142,13 +142,13 @@ def test_yarn_scaling_keeps_fast_pairs_and_stretches_slow_ones():
 
 @pytest.mark.parametrize("dim", [0, -2, 1, 63])
 def test_channels_come_in_pairs(dim):
-    with pytest.raises(ArgumentError, match=f"not {dim}"):
+    with pytest.raises(ArgumentError, match=f"dim .*{dim}"):
         Rope(dim=dim)
 
 
 @pytest.mark.parametrize("base", [0.0, -1.0, math.inf, math.nan])
 def test_the_base_is_positive(base):
-    with pytest.raises(ArgumentError, match=f"not {base}"):
+    with pytest.raises(ArgumentError, match=f"base .*{base}"):
         Rope(base=base)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
 
 from ..errors import ArgumentError, ShapeError
-from ..gpu import Device, Tensor, default_device
+from ..gpu import Device, Tensor, device_or_default
 from ..gpu.tensor import converted
 from .problem import OPEN
 
@@ -19,12 +20,14 @@ FLOATS = {"float32": "f32", "float16": "f16", "float64": "f32"}
 
 def device_of(given: dict[str, Array], device: Device | None) -> tuple[Device, bool]:
     """The device of the call, and whether its query is a tensor."""
+    if device is not None:
+        device = device_or_default(device)
     tensors = {name: a for name, a in given.items() if isinstance(a, Tensor)}
     for name, tensor in tensors.items():
         if device is not None and tensor.device is not device:
             raise ArgumentError(f"{name} is on another device ({tensor.device}); copy it there first.")
         device = tensor.device
-    return device or default_device(), "query" in tensors
+    return device_or_default(device), "query" in tensors
 
 
 def native(array: Any) -> np.ndarray:
@@ -46,7 +49,7 @@ def finite(name: str, number: float) -> float:
     """The number, or ArgumentError when it is not finite, TypeError when it is none."""
     try:
         value = float(number)
-    except ValueError:
+    except (ValueError, OverflowError):
         value = math.nan
     except TypeError:
         raise TypeError(f"{name} is {number!r}; it must be a number.") from None
@@ -55,15 +58,29 @@ def finite(name: str, number: float) -> float:
     return value
 
 
-def whole(name: str, number: int, least: int = 1) -> int:
-    """The number, or ArgumentError when it is not whole, or below `least`."""
+MOST = 2**31 - 1
+"""The largest size or count that is taken for one."""
+
+
+def whole(name: str, number: int, least: int = 1, most: int = MOST) -> int:
+    """The number, or ArgumentError when it is not whole, below `least` or above `most`, TypeError when it is none."""
     try:
         found = int(number)
-    except (ValueError, OverflowError):  # NaN, infinities
+    except (ValueError, OverflowError):  # NaN, infinities, texts
         found = None
-    if found is None or found != number or found < least:
-        raise ArgumentError(f"{name} is {number}; it must be a whole number of at least {least}.")
+    except TypeError:
+        raise TypeError(f"{name} is {number!r}; it must be a whole number.") from None
+    if found is None or found != number or not least <= found <= most:
+        raise ArgumentError(f"{name} is {number!r}; it must be a whole number of at least {least}{f' and at most {most}' if found and found > most else ''}.")
     return found
+
+
+def shorter(n: int, length: int) -> int:
+    """How many positions a sequence of `length` is cut to, or ArgumentError when it has fewer, TypeError when that is no number."""
+    try:
+        return whole("n", n, 0, length)
+    except ArgumentError:
+        raise ArgumentError(f"The sequence has {length} positions; it cannot be truncated to {n}.") from None
 
 
 def checked_eps(eps: float) -> float:
@@ -75,11 +92,10 @@ def checked_eps(eps: float) -> float:
 
 
 def checked_flag(name: str, value: bool) -> bool:
-    """Whether the value is true, or TypeError when that cannot be said."""
-    try:
-        return bool(value)
-    except ValueError:
-        raise TypeError(f"{name} is an array of shape {np.shape(value)}; it must be True or False.") from None
+    """The value as a bool, or TypeError when it is neither that nor 0 or 1: of texts, "False" would be true."""
+    if not isinstance(value, bool | np.bool | int | np.integer) or value not in (0, 1):
+        raise TypeError(f"{name} is {value!r}; it must be True or False.")
+    return bool(value)
 
 
 def checked_name(name: str, value: str, names: tuple[str, ...]) -> None:
@@ -105,11 +121,10 @@ def checked_window(window_size: int | tuple[int, int] | None) -> tuple[int, int]
             raise ArgumentError(f"window_size is {window_size}; it counts the current key and must be at least 1.")
         return min(int(window_size) - 1, OPEN), 0
     try:
-        left, right = (int(n) for n in window_size)
+        left, right = window_size
     except (TypeError, ValueError):
         raise ArgumentError(f"window_size is {window_size!r}; it must be a number or (left, right).") from None
-    if left < -1 or right < -1:
-        raise ArgumentError(f"window_size is {(left, right)}; each side must be at least 0, or -1 for open.")
+    left, right = (whole("A side of window_size", n, -1, sys.maxsize) for n in (left, right))
     return (OPEN if left == -1 else min(left, OPEN)), (OPEN if right == -1 else min(right, OPEN))
 
 
@@ -127,7 +142,7 @@ def checked_mask(mask: Array, wanted: tuple[int, int, int, int]) -> Array:
         raise ShapeError(f"attn_mask has shape {tuple(mask.shape)}; it must have one to four dimensions that broadcast to {wanted}.")
     shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
     B, H, S, T = wanted
-    if shape[0] not in (1, B) or shape[1] not in (1, H) or shape[2] not in (1, S) or shape[3] > T or shape[3] == 0 < T:
+    if shape[0] not in (1, B) or shape[1] not in (1, H) or shape[2] not in (1, S) or shape[3] > max(T, 1) or shape[3] == 0 < T:
         raise ShapeError(f"attn_mask has shape {tuple(mask.shape)}; it must broadcast to (B, H, S, T) = {wanted}, or be narrower than T.")
     return mask.reshape(shape)
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from ..gpu import Device, DeviceProfile, default_device
+from ..gpu import Device, DeviceProfile, device_or_default
 from .choose import choose
 from .functional import prepare
 from .paths import PATHS
@@ -82,7 +82,7 @@ def explain(*args: Any, device: Device | None = None, **kwargs: Any) -> Explanat
     Raises as `scaled_dot_product_attention` does.
     """
     if not args and not kwargs:
-        device = device or default_device()
+        device = device_or_default(device)
         return Explanation(device.name, device.profile, None, "", None, None, dict.fromkeys(PATHS))
     path = kwargs.pop("path", "auto")
     call = prepare(*args, device=device, **kwargs)

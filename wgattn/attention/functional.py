@@ -98,7 +98,7 @@ def scaled_dot_product_attention(
     )
     choice = choose(call.device.profile, call.problem, path)
     out, lse = call.run(choice.path)
-    return (out, lse) if return_lse else out
+    return (out, lse) if call.problem.lse else out
 
 
 sdpa = scaled_dot_product_attention
@@ -195,7 +195,8 @@ def prepare(
 ) -> Call:
     """Check the arguments of `scaled_dot_product_attention` and state the problem; touches no device."""
     mask, slopes, alignment = attn_mask, alibi_slopes, causal_alignment
-    is_causal = checked_flag("is_causal", is_causal)
+    is_causal, return_lse = checked_flag("is_causal", is_causal), checked_flag("return_lse", return_lse)
+    checked_flag("enable_gqa", enable_gqa)
     checked_name("layout", layout, ("bhsd", "bshd"))
     checked_name("causal_alignment", alignment, ("bottom_right", "top_left"))
     given = {"query": query, "key": key, "value": value, "attn_mask": mask, "sinks": sinks, "alibi_slopes": slopes, "key_lengths": key_lengths}

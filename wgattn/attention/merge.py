@@ -30,16 +30,16 @@ def merge_state(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array, *, device: D
     as_tensors = any(isinstance(a, Tensor) for a in given.values())
     arrays = {name: floating(name, a) for name, a in given.items()}
     shape = tuple(arrays["o_a"].shape)
-    if not shape or tuple(arrays["o_b"].shape) != shape or any(tuple(arrays[n].shape) != shape[:-1] for n in ("lse_a", "lse_b")):
+    if not shape or not shape[-1] or tuple(arrays["o_b"].shape) != shape or any(tuple(arrays[n].shape) != shape[:-1] for n in ("lse_a", "lse_b")):
         shapes = ", ".join(f"{n} {tuple(a.shape)}" for n, a in arrays.items())
-        raise ShapeError(f"Outputs must have one shape (..., D) and each lse that shape without D: {shapes}.")
+        raise ShapeError(f"Outputs must have one shape (..., D), D of at least 1, and each lse that shape without D: {shapes}.")
     rows, width = int(np.prod(shape[:-1], dtype=np.int64)), shape[-1]
     on_device = {n: a if isinstance(a, Tensor) else device.tensor(a, np.float32 if n.startswith("lse") else None) for n, a in arrays.items()}
     for name in ("lse_a", "lse_b"):
         if on_device[name].dtype != np.float32:
             raise TypeError(f"{name} is a tensor of {on_device[name].dtype}; it must be float32.")
     out, lse = device.empty(shape), device.empty(shape[:-1])
-    if rows and width:
+    if rows:
         kind = "any" if width % 4 else "vec4"
         dtype = {n: "f16" if on_device[n].dtype == np.float16 else "f32" for n in ("o_a", "o_b")}
         kernel = device.kernel(

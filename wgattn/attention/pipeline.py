@@ -12,9 +12,23 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, CapacityError, ShapeError
-from ..gpu import Device, Readback, Recording, StepInput, StepState, Tensor, default_device, in_turn
+from ..gpu import Device, Readback, Recording, StepInput, StepState, Tensor, device_or_default, in_turn
 from . import split
-from .arguments import FLOATS, checked_mask, checked_softcap, checked_window, device_of, finite, floating, mask_first, mask_kind, mask_strides, whole
+from .arguments import (
+    FLOATS,
+    checked_flag,
+    checked_mask,
+    checked_softcap,
+    checked_window,
+    device_of,
+    finite,
+    floating,
+    mask_first,
+    mask_kind,
+    mask_strides,
+    shorter,
+    whole,
+)
 from .choose import choose
 from .functional import on_device, record_pack
 from .kv_cache import KVCache
@@ -61,7 +75,7 @@ class AttentionPipeline:
         batch, capacity, growth = whole("batch", batch), whole("capacity", capacity), whole("growth", growth, 0)
         if num_heads % num_kv_heads:
             raise ShapeError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads: it does not divide.")
-        self.device = device or default_device()
+        self.device = device_or_default(device)
         self.num_heads, self.num_kv_heads, self.head_dim, self.batch, self.growth = num_heads, num_kv_heads, head_dim, batch, growth
         self.length, self.turn = 0, threading.RLock()
         self.generation = 0
@@ -101,8 +115,8 @@ class AttentionPipeline:
         """Record the decode step over a cache and take it. What raises here changes nothing."""
         device, p = self.device, replace(self._problem, keys=cache.capacity)
         query, kv = p.batch * p.num_heads * p.head_dim, p.batch * p.num_kv_heads * p.head_dim
+        out = device.empty((p.batch, 1, p.num_heads, p.head_dim))  # before memory of the host: it tells what is too large
         given = StepInput(device, {"query": query, "new_keys": kv, "new_values": kv})
-        out = device.empty((p.batch, 1, p.num_heads, p.head_dim))
         readback = Readback(out)
         operands = _operands(cache, Rows(given["query"], p.num_heads * p.head_dim, p.head_dim, 0), out)
         operands.step = given.step
@@ -138,7 +152,7 @@ class AttentionPipeline:
         q, k, v = self._checked(q, k, v)
         S = q.shape[1]
         p = replace(self._problem, queries=S, keys=self.length + S, lengths="fixed", dtype=FLOATS[q.dtype.name])
-        if is_causal:
+        if checked_flag("is_causal", is_causal):
             p = replace(p, right=min(p.right, 0))
         if mask is not None:
             device_of({"mask": mask}, self.device)
@@ -196,19 +210,21 @@ class AttentionPipeline:
 
     @in_turn
     def truncate(self, n: int) -> None:
-        """Keep the first n positions. ArgumentError when there are fewer."""
-        if not 0 <= n <= self.length or int(n) != n:
-            raise ArgumentError(f"The sequence has {self.length} positions; it cannot be truncated to {n}.")
-        self.length = int(n)
+        """Keep the first n positions. ArgumentError when there are fewer, or n is not whole."""
+        self.length = shorter(n, self.length)
 
     @in_turn
     def keep(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Keep only these positions, (begin, length) each, ascending and apart; they move together. What is kept stays rotated as it was.
 
-        ArgumentError for ranges that overlap, descend or reach beyond the sequence; TypeError for what is no whole number.
+        ArgumentError for ranges that overlap, descend or reach beyond the sequence; TypeError for what are no pairs of whole numbers.
         """
+        try:
+            pairs = [(operator.index(begin), operator.index(count)) for begin, count in ranges]
+        except (TypeError, ValueError):
+            raise TypeError(f"ranges is {ranges!r}; it must be pairs (begin, length) of whole numbers.") from None
         end, moves, place = 0, [], 0
-        for begin, count in ((operator.index(begin), operator.index(count)) for begin, count in ranges):
+        for begin, count in pairs:
             if begin < end or count < 0 or begin + count > self.length:
                 raise ArgumentError(f"Range {(begin, count)} must begin at {end} or later and end within the {self.length} positions.")
             if begin != place and count:

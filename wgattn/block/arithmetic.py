@@ -22,7 +22,7 @@ _ROUNDS = 5
 
 def checked(arithmetic: str) -> str:
     """The name, or ArgumentError."""
-    if arithmetic not in ARITHMETICS:
+    if not isinstance(arithmetic, str) or arithmetic not in ARITHMETICS:
         raise ArgumentError(f"There is no arithmetic {arithmetic!r}; choose one of {', '.join(ARITHMETICS)}.")
     return arithmetic
 

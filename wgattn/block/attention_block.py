@@ -43,6 +43,8 @@ class Geometry:
 
     def check(self, rope: Rope | None) -> None:
         """Raises ArgumentError, ShapeError for numbers that cannot be, Unsupported for those that our kernels do not take."""
+        if rope is not None and not isinstance(rope, Rope):
+            raise TypeError(f"rope is a {type(rope).__name__}; it must be a Rope, or None for no rotation.")
         for name in ("num_heads", "num_kv_heads", "head_dim"):
             whole(name, getattr(self, name))
         checked_eps(self.eps)

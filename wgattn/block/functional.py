@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..attention.arguments import FLOATS, checked_eps, device_of, floating
+from ..attention.arguments import FLOATS, checked_eps, checked_flag, device_of, floating
 from ..attention.functional import record_pack
 from ..errors import ArgumentError, ShapeError
 from ..gpu import Device, DeviceProfile, Kernel, Part, Recording, Tensor, grid, power_of_two
@@ -71,6 +71,7 @@ def apply_rope(x: Array, positions: Array, rope: Rope | tuple[Array, Array], *, 
     table = () if isinstance(rope, Rope) else rope
     if not isinstance(rope, Rope) and (not isinstance(table, tuple | list) or len(table) != 2):
         raise TypeError(f"rope is {rope!r}; it must be a Rope, or a table (cos, sin).")
+    interleaved = checked_flag("interleaved", interleaved)
     device, _ = device_of({"x": x, "positions": positions, **dict(zip(("cos", "sin"), table, strict=False))}, device)
     x = floating("x", x)
     if x.ndim < 3:
@@ -87,7 +88,7 @@ def apply_rope(x: Array, positions: Array, rope: Rope | tuple[Array, Array], *, 
     call = _Call(device, x, head_dim)
     if not call.size:
         return call.empty()
-    kernel = call.kernel("block/rope", width="HEAD_DIM", HEAD_DIM=head_dim, ROTARY=2 * half, INTERLEAVED=bool(interleaved), WORKGROUP=64)
+    kernel = call.kernel("block/rope", width="HEAD_DIM", HEAD_DIM=head_dim, ROTARY=2 * half, INTERLEAVED=interleaved, WORKGROUP=64)
     groups = grid(-(-call.size // head_dim * -(-head_dim // 4) // 64), device.profile.max_workgroups)
     buffers = {"positions": call.on_device(rows), "cosines": call.on_device(cosines), "sines": call.on_device(sines)}
     params = {"tokens": math.prod(tokens), "heads": heads, "positions": rows.size, "table": cosines.shape[0]}

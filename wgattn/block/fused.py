@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ..attention.arguments import checked_eps, whole
+from ..attention.arguments import checked_eps, checked_flag, shorter, whole
 from ..attention.kv_cache import KVCache
 from ..attention.split import regimes
-from ..errors import ArgumentError, CapacityError
-from ..gpu import Device, DeviceProfile, Recording, Tensor, default_device, in_turn
+from ..errors import CapacityError
+from ..gpu import Device, DeviceProfile, Recording, Tensor, device_or_default, in_turn
 from . import arithmetic as arithmetics
 from .attention_block import AttentionBlock, ChosenAttention, Geometry
 from .linear import padded
@@ -62,12 +62,14 @@ class FusedAttention:
         fused: bool = True,
         device: Device | None = None,
     ):
-        geometry = Geometry(num_heads, num_kv_heads, head_dim, float(eps))
+        num_heads, num_kv_heads, head_dim = whole("num_heads", num_heads), whole("num_kv_heads", num_kv_heads), whole("head_dim", head_dim)
+        geometry = Geometry(num_heads, num_kv_heads, head_dim, checked_eps(eps))
         geometry.check(rope)
         arithmetics.checked(arithmetic)
+        fused = checked_flag("fused", fused)
         capacity = whole("capacity", capacity)
         weights = attention_weights(weights, geometry)
-        self.device = device or default_device()
+        self.device = device_or_default(device)
         self.length, self.turn = 0, threading.RLock()
         store = KVCache(self.device, num_kv_heads, head_dim, capacity, kv_dtype)
         table = None if rope is None else self.device.tensor(rope.table(store.capacity))
@@ -116,10 +118,8 @@ class FusedAttention:
 
     @in_turn
     def truncate(self, n: int) -> None:
-        """Keep the first n positions. ArgumentError when there are fewer."""
-        if not 0 <= n <= self.length:
-            raise ArgumentError(f"The sequence has {self.length} positions; it cannot be truncated to {n}.")
-        self.length = int(n)
+        """Keep the first n positions. ArgumentError when there are fewer, or n is not whole."""
+        self.length = shorter(n, self.length)
 
     def _checked(self, x: Array, residual: Array | None, tokens: int | None = None) -> tuple[Array, Array | None]:
         x = self._steps.checked("x", x, tokens)
@@ -173,9 +173,10 @@ class FusedMLP:
         self, weights: Mapping[str, Any], *, eps: float = 1e-5, arithmetic: str = "exact", fused: bool = True, device: Device | None = None
     ):
         arithmetics.checked(arithmetic)
+        fused = checked_flag("fused", fused)
         eps = checked_eps(eps)
         weights = mlp_weights(weights)
-        self.device, self.turn = device or default_device(), threading.RLock()
+        self.device, self.turn = device_or_default(device), threading.RLock()
         block = (MlpBlock if fused else UnfusedMlpBlock)(self.device, weights, eps, arithmetic)
         self._steps = mlp_steps(self.device, block, weights["norm"].size, fused=fused).prepare_decode()
 

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 import numpy as np
 
+from ..attention.arguments import checked_eps, whole
 from ..errors import ArgumentError, CapacityError, ShapeError, Unsupported
-from ..gpu import DeviceProfile, default_device
+from ..gpu import DeviceProfile, profile_or_default
 from .arithmetic import checked
 from .attention_block import AttentionBlock, ChosenAttention, Geometry
 from .fused import attention_chunk, attention_steps
-from .header_arguments import Cache, RopeLike, attention_weights, cache_of, check_position, cleared, floating_array, rope_of, within
+from .header_arguments import Cache, RopeLike, attention_weights, cache_of, checked_position, cleared, floating_array, rope_of, sizes_of, within
 from .linear import padded
 from .memory import attention_buffers, nbytes, partial_bytes
 from .quant import QuantizedTensor
@@ -88,10 +90,10 @@ def attention_decode_workspace(*args: Any, q_output_workspace: Array, kv_workspa
     Too small a workspace raises CapacityError before anything is written. The kernels keep what the original puts there in registers and in one
     buffer of their own, so the workspaces' contents stay as they are. All other arguments are those of `attention_decode`.
     """
-    cache = kwargs.get("cache", args[6] if len(args) > 6 else None)
-    store = cache_of(cache)
+    given = signature(attention_decode).bind(*args, **kwargs).arguments
+    store = cache_of(given["cache"])
     for name, workspace, heads in (("q_output_workspace", q_output_workspace, "num_heads"), ("kv_workspace", kv_workspace, "num_kv_heads")):
-        need = 2 * 4 * kwargs[heads] * store.aligned_dim
+        need = 2 * 4 * whole(heads, given[heads]) * store.aligned_dim
         if workspace is None:
             raise ArgumentError(f"{name} is None; it must have at least {need} bytes.")
         if not hasattr(workspace, "nbytes"):
@@ -196,14 +198,15 @@ class _Attention:
         (T, AE), self.cache = x.shape, cache_of(cache)
         self.E = within("embed_dim", embed_dim, AE)
         self.rope = rope_of(rope)
-        Geometry(num_heads, num_kv_heads, head_dim if self.rope else 4 * math.ceil(head_dim / 4), float(eps)).check(self.rope)
+        num_heads, num_kv_heads, head_dim = whole("num_heads", num_heads), whole("num_kv_heads", num_kv_heads), whole("head_dim", head_dim)
+        eps = checked_eps(eps)
+        Geometry(num_heads, num_kv_heads, head_dim if self.rope else 4 * math.ceil(head_dim / 4), eps).check(self.rope)
         AD = self.cache.aligned_dim
         if self.cache.batch != 1 or self.cache.num_kv_heads != num_kv_heads or head_dim > AD:
             shape = self.cache.keys.shape
             raise ShapeError(f"The cache has shape {shape}; it must hold one sequence of {num_kv_heads} heads with at least {head_dim} channels.")
-        check_position(position, T, self.cache.capacity, self.rope)
-        self.position = position
-        self.geometry = Geometry(num_heads, num_kv_heads, AD, float(eps) * self.E / AE, 1 / math.sqrt(head_dim))
+        self.position = checked_position(position, T, self.cache.capacity, self.rope)
+        self.geometry = Geometry(num_heads, num_kv_heads, AD, eps * self.E / AE, 1 / math.sqrt(head_dim))
         self.weights = attention_weights(weights, self.geometry, self.E, AE, head_dim)
         self.x, self.arithmetic = cleared(x, self.E), arithmetic
 
@@ -253,13 +256,20 @@ def attention_scratch_size(
     Tokens are computed in chunks, so that it stops growing. num_kv_heads (default: num_heads) and capacity of the cache (default: tokens) decide
     whether keys are split, whose partial results count. A quantised cache (`kv_dtype`) takes a copy of the new keys and values.
     profile: of the device, default that of `default_device()`.
+
+    Raises ArgumentError, ShapeError, TypeError for what are no such numbers, CapacityError where not even one token fits the device.
     """
-    if min(tokens, embed_dim, num_heads, head_dim) <= 0:
+    sizes = sizes_of(tokens=tokens, embed_dim=embed_dim, num_heads=num_heads, head_dim=head_dim)
+    if sizes is None:
         return 0
-    profile = profile or default_device().profile
+    (tokens, embed_dim, num_heads, head_dim), profile = sizes, profile_or_default(profile)
+    num_kv_heads = num_heads if num_kv_heads is None else whole("num_kv_heads", num_kv_heads)
+    capacity = tokens if capacity is None else whole("capacity", capacity)
+    if num_heads % num_kv_heads:
+        raise ShapeError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads: it does not divide.")
     chunk = attention_chunk(profile, embed_dim, num_heads * head_dim, tokens)
-    geometry = Geometry(num_heads, num_kv_heads or num_heads, head_dim, 0.0)
-    splits = ChosenAttention(profile, geometry, chunk, capacity or tokens).splits
+    geometry = Geometry(num_heads, num_kv_heads, head_dim, 0.0)
+    splits = ChosenAttention(profile, geometry, chunk, capacity).splits
     ends = dict.fromkeys(("x", "residual", "y"), (chunk, padded(embed_dim)))
     scratch = attention_buffers(embed_dim, num_heads, geometry.num_kv_heads, head_dim, chunk, kv_dtype=kv_dtype)
     return nbytes(ends | scratch) + partial_bytes(num_heads, head_dim, splits, chunk)

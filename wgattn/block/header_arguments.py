@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from ..attention.arguments import floating
+from ..attention.arguments import MOST, floating, whole
 from ..attention.kv_cache import KVCache
 from ..errors import ArgumentError, CapacityError, ShapeError
 from ..gpu import Tensor
@@ -39,7 +40,11 @@ class TableRope(Rope):
 
 def rope_of(rope: RopeLike) -> Rope | None:
     """The rotation, made of tables where it is a pair of them."""
-    return TableRope(*rope) if isinstance(rope, tuple) else rope
+    if rope is None or isinstance(rope, Rope):
+        return rope
+    if not isinstance(rope, tuple) or len(rope) != 2:
+        raise TypeError(f"rope is {rope!r}; it must be a Rope, a pair of tables (cos, sin), or None.")
+    return TableRope(*rope)
 
 
 # ---- weights
@@ -50,11 +55,12 @@ def attention_weights(weights: Mapping[str, Any], g: Geometry, E: int, AE: int, 
     AD = g.head_dim
     found: dict[str, Any] = {"norm": padded_gamma(weights["norm"], E, AE)}
     for name, heads in (("q", g.num_heads), ("k", g.num_kv_heads), ("v", g.num_kv_heads)):
-        padding = np.tile(np.arange(AD) >= D, heads)
         weight = weights[f"w{name}"]
         if not isinstance(weight, QuantizedTensor) and np.ndim(weight) == 3:
             weight = np.reshape(weight, (-1, np.shape(weight)[-1]))
-        found[f"w{name}"] = zero_rows(matrix(f"w{name}", weight, (heads * AD, AE)), padding)
+        weight = matrix(f"w{name}", weight, (heads * AD, AE))
+        padding = np.tile(np.arange(AD) >= D, heads)
+        found[f"w{name}"] = zero_rows(weight, padding)
         if weights[f"b{name}"] is not None:
             found[f"b{name}"] = np.where(padding, 0, vector(f"b{name}", weights[f"b{name}"], heads * AD))
     found["wo"] = output_matrix(weights["wo"], AE, g.num_heads * AD)
@@ -79,7 +85,7 @@ def wo_from_slabs(wo: Array) -> np.ndarray:
 def slabs_from_wo(wo: Array, num_heads: int) -> np.ndarray:
     """Slabs (H, AE, AD) from (AE, H*AD)."""
     wo = np.asarray(wo)
-    if wo.ndim != 2 or wo.shape[1] % num_heads:
+    if wo.ndim != 2 or wo.shape[1] % whole("num_heads", num_heads):
         raise ShapeError(f"wo has shape {wo.shape}; its columns must divide among {num_heads} heads.")
     return np.ascontiguousarray(wo.reshape(wo.shape[0], num_heads, -1).transpose(1, 0, 2))
 
@@ -127,19 +133,26 @@ def within(name: str, number: int | None, limit: int) -> int:
     """How much of an axis of `limit` is used, None being all of it; ArgumentError for what is not within it."""
     if number is None:
         return limit
-    if int(number) != number or not 1 <= number <= limit:
-        raise ArgumentError(f"{name} is {number}; it must be a whole number from 1 to {limit}, the length of the arrays.")
-    return int(number)
+    try:
+        return whole(name, number, 1, limit)
+    except ArgumentError:
+        raise ArgumentError(f"{name} is {number}; it must be a whole number from 1 to {limit}, the length of the arrays.") from None
 
 
-def check_position(position: int, tokens: int, capacity: int, rope: Rope | None) -> None:
-    """ArgumentError for what is no position, CapacityError where so many tokens from it on do not fit the cache, or a table of RoPE."""
-    if int(position) != position or position < 0:
-        raise ArgumentError(f"The position is {position}; it must be a whole number of at least 0.")
+def sizes_of(**sizes: int) -> list[int] | None:
+    """The sizes as integers, None where one is not positive; ArgumentError, TypeError for what are none."""
+    found = [whole(name, size, -MOST) for name, size in sizes.items()]
+    return None if min(found) <= 0 else found
+
+
+def checked_position(position: int, tokens: int, capacity: int, rope: Rope | None) -> int:
+    """The position; ArgumentError for what is no position, CapacityError where so many tokens from it on do not fit the cache, or a table of RoPE."""
+    position = whole("The position", position, 0, sys.maxsize)
     if position + tokens > capacity:
         raise CapacityError(f"Positions {position} to {position + tokens - 1} do not fit: the cache has {capacity}.")
     if isinstance(rope, TableRope) and position + tokens > len(rope.rows):
         raise CapacityError(f"Positions {position} to {position + tokens - 1} do not fit: the tables of cos and sin have {len(rope.rows)}.")
+    return position
 
 
 def cache_of(cache: Cache) -> KVCache:

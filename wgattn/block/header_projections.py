@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ..attention.arguments import checked_eps
+from ..attention.arguments import checked_eps, whole
 from ..attention.kv_cache import KVCache
 from ..errors import ArgumentError, ShapeError
-from ..gpu import Device, DeviceProfile, Recording, StepState, Tensor, default_device
+from ..gpu import Device, DeviceProfile, Recording, StepState, Tensor, device_or_default, profile_or_default
 from .arithmetic import checked, resolve
 from .attention_block import Geometry, QkvProjection
-from .header_arguments import RopeLike, check_position, cleared, floating_array, output_matrix, padded_gamma, rope_of, within, zero_rows
+from .header_arguments import RopeLike, checked_position, cleared, floating_array, output_matrix, padded_gamma, rope_of, sizes_of, within, zero_rows
 from .linear import Matrix, pad_vector, padded, record_linear
 from .memory import allocate, mlp_buffers, nbytes
 from .mlp import MlpBlock
@@ -91,7 +91,7 @@ def rmsnorm_qkv_rope(
     geometry = Geometry(num_heads, num_kv_heads, head_dim, call.eps)
     geometry.check(rope)
     T = len(call.x)
-    check_position(position, T, 2**32 - 1, rope)
+    position = checked_position(position, T, 2**32 - 1, rope)
     ends = np.cumsum(call.rows)
     parts = [QuantizedTensor(raw, (len(raw), call.w.shape[1]), call.w.kind) for raw in np.split(call.w.raw, ends[:2])]
     weights = {"norm": call.norm, **dict(zip(("wq", "wk", "wv"), parts, strict=True))}
@@ -110,10 +110,12 @@ class _Qkv:
     """What both have in common."""
 
     def __init__(self, x: Any, norm: Any, w: Any, b: Any, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, arithmetic: str, device: Device | None):
-        Geometry(num_heads, num_kv_heads, 4 * math.ceil(head_dim / 4), float(eps)).check(None)
+        num_heads, num_kv_heads, head_dim = whole("num_heads", num_heads), whole("num_kv_heads", num_kv_heads), whole("head_dim", head_dim)
+        eps = checked_eps(eps)
+        Geometry(num_heads, num_kv_heads, 4 * math.ceil(head_dim / 4), eps).check(None)
         checked(arithmetic)
         self.x = floating_array("x", x)
-        self.single, self.head_dim, self.eps = self.x.ndim == 1, head_dim, float(eps)
+        self.single, self.head_dim, self.eps = self.x.ndim == 1, head_dim, eps
         self.x = self.x.reshape(1, -1) if self.single else self.x
         if self.x.ndim != 2 or 0 in self.x.shape:
             raise ShapeError(f"x has shape {np.shape(x)}; it must be (E,) or (T, E).")
@@ -121,7 +123,7 @@ class _Qkv:
         self.norm = vector("norm", norm, self.x.shape[1])
         self.w = matrix("w_qkv", w, (sum(self.rows), self.x.shape[1]))
         self.b = None if b is None else vector("b_qkv", b, sum(self.rows))
-        self.device = device or default_device()
+        self.device = device_or_default(device)
 
     def recording(self) -> tuple[Recording, Any]:
         """An empty recording, and the state of a step at position 0 over all tokens."""
@@ -192,7 +194,7 @@ def outproj_mlp_prefill(
         weights["b_down"] = vector("b2", b2, AE)
     bo = None if bo is None else np.where(np.arange(AE) < E, vector("bo", bo, AE), 0).astype(np.float32)
     rows = np.ascontiguousarray(attended.astype(np.float32).transpose(1, 0, 2)).reshape(T, -1)
-    device = device or default_device()
+    device = device_or_default(device)
     out = _outproj_mlp(device, rows, cleared(residual, E), wo, bo, MlpBlock(device, weights, eps * E / AE, arithmetic), arithmetic)
     out[:, E:] = 0
     return out
@@ -238,8 +240,10 @@ def _outproj_mlp_buffers(tokens: int, AE: int, attended: int, AI: int) -> dict[s
 
 def outproj_mlp_scratch_size(tokens: int, embed_dim: int, num_heads: int, head_dim: int, intermediate_dim: int, *, profile: DeviceProfile | None = None) -> int:
     """Bytes that `outproj_mlp_prefill` of so many tokens allocates beside the weights, in aligned dimensions; 0 where one is not positive."""
-    if min(tokens, embed_dim, num_heads, head_dim, intermediate_dim) <= 0:
+    sizes = sizes_of(tokens=tokens, embed_dim=embed_dim, num_heads=num_heads, head_dim=head_dim, intermediate_dim=intermediate_dim)
+    if sizes is None:
         return 0
-    profile = profile or default_device().profile
+    tokens, embed_dim, num_heads, head_dim, intermediate_dim = sizes
+    profile = profile_or_default(profile)
     chunk = min(tokens, chunk_tokens(profile, padded(max(embed_dim, num_heads * head_dim, intermediate_dim))))
     return nbytes(_outproj_mlp_buffers(chunk, embed_dim, num_heads * head_dim, intermediate_dim))

@@ -54,8 +54,10 @@ def optimal_tiles(head_dim: int, profile: DeviceProfile) -> tuple[int, int]:
 
     A tile keeps its keys, then its values, in rows of head_dim + 1 floats, and the scores. As many keys as fit, for 32 rows or else fewer.
 
-    Raises ArgumentError for a head dim below 1, CapacityError when not even one row and four keys fit.
+    Raises ArgumentError for a head dim below 1, TypeError for what is no profile, CapacityError when not even one row and four keys fit.
     """
+    if not isinstance(profile, DeviceProfile):
+        raise TypeError(f"profile is a {type(profile).__name__}; it must be a DeviceProfile, such as device.profile.")
     row = -(-whole("head_dim", head_dim) // 4) * 4 + 1
     for queries in (32, 16, 8, 4, 2, 1):
         for keys in (64, 32, 16, 8, 4):
@@ -132,12 +134,12 @@ def memory_report(
     The prefill rows count what the original operator keeps besides: a head-major copy of the attended heads, and, in the row that says so, a
     matrix of scores and one of probabilities. "whole model" compares every layer having buffers of its own with one set that all layers share.
     """
-    num_heads = hidden // head_dim if num_heads is None else num_heads
-    num_kv_heads = max(1, num_heads // 2) if num_kv_heads is None else num_kv_heads
-    intermediate = 4 * hidden if intermediate is None else intermediate
-    numbers = {"hidden": hidden, "layers": layers, "seq_len": seq_len, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    for name, number in (numbers | {"intermediate": intermediate, "splits": splits}).items():
-        whole(name, number)
+    hidden, head_dim, layers, seq_len, splits = (
+        whole(name, n) for name, n in (("hidden", hidden), ("head_dim", head_dim), ("layers", layers), ("seq_len", seq_len), ("splits", splits))
+    )
+    num_heads = whole("num_heads", hidden // head_dim if num_heads is None else num_heads)
+    num_kv_heads = whole("num_kv_heads", max(1, num_heads // 2) if num_kv_heads is None else num_kv_heads)
+    intermediate = whole("intermediate", 4 * hidden if intermediate is None else intermediate)
     sizes, T = (hidden, num_heads, num_kv_heads, head_dim), seq_len
     attention = {fused: nbytes(attention_buffers(*sizes, 1, fused)) for fused in (False, True)}
     prompt = nbytes(attention_buffers(*sizes, T, True, kv_dtype))

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..errors import ShapeError, Unsupported
 from ..extras import load_extra
+from ..gpu.tensor import checked_shape, converted
 
 CHUNK = 16
 """Columns that a kernel takes at a time; rows of float formats are padded to a multiple."""
@@ -175,7 +176,7 @@ FORMATS: Mapping[str, Format] = {
 
 def format_of(kind: str) -> Format:
     """The format of that name; Unsupported when our kernels cannot read it."""
-    if kind not in FORMATS:
+    if not isinstance(kind, str) or kind not in FORMATS:
         raise Unsupported(f"Weights of type {kind} cannot be used; supported are {', '.join(FORMATS)}.")
     return FORMATS[kind]
 
@@ -189,15 +190,17 @@ class QuantizedTensor:
         kind: one of FORMATS: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K.
 
     Raises:
-        Unsupported: another kind. ShapeError: columns not a multiple of the block, or the wrong number of bytes.
+        Unsupported: another kind. ShapeError: columns not a multiple of the block, or the wrong number of bytes. TypeError: data that are no bytes.
     """
 
     def __init__(self, data: bytes | np.ndarray, shape: tuple[int, int], kind: str):
         self.format = format_of(kind)
-        self.shape = rows, columns = int(shape[0]), int(shape[1])
+        self.shape = rows, columns = _matrix_shape(shape)
         if columns % self.format.block:
             raise ShapeError(f"A {kind} row must be a multiple of {self.format.block} columns long, not {columns}.")
-        raw = np.frombuffer(data, np.uint8) if isinstance(data, bytes | bytearray | memoryview) else np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        if not isinstance(data, np.ndarray | bytes | bytearray | memoryview):
+            raise TypeError(f"The data of a matrix is a {type(data).__name__}; it must be bytes or an array.")
+        raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8) if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
         if raw.size != rows * self.format.row_bytes(columns):
             raise ShapeError(f"A {kind} matrix of shape {self.shape} takes {rows * self.format.row_bytes(columns)} bytes; {raw.size} were given.")
         self.raw = raw.reshape(rows, self.format.row_bytes(columns))
@@ -224,9 +227,20 @@ class QuantizedTensor:
         return f"QuantizedTensor({self.shape[0]} x {self.shape[1]}, {self.kind})"
 
 
+def _matrix_shape(shape: tuple[int, int]) -> tuple[int, int]:
+    """(rows, columns) as integers, or ShapeError."""
+    found = checked_shape(shape)
+    if len(found) != 2:
+        raise ShapeError(f"A matrix has two dimensions; the shape is {found}.")
+    return found
+
+
 def quantize(array: np.ndarray, kind: str) -> QuantizedTensor:
-    """A float matrix (rows, columns) in a GGUF format, quantised by the `gguf` package's own code."""
-    array = np.ascontiguousarray(array, np.float32)
+    """A matrix of numbers (rows, columns) in a GGUF format, quantised by the `gguf` package's own code.
+
+    Raises ShapeError, Unsupported as `QuantizedTensor`, and TypeError for what are no real numbers.
+    """
+    array = np.ascontiguousarray(converted(np.asarray(array), np.dtype(np.float32)))
     if array.ndim != 2:
         raise ShapeError(f"A matrix has two dimensions; the array has shape {array.shape}.")
     if array.shape[1] % format_of(kind).block:

@@ -40,9 +40,11 @@ def vector(name: str, array: Any, length: int | None) -> np.ndarray:
 
 
 def named(weights: Mapping[str, Any], required: Sequence[str], optional: Sequence[str]) -> dict[str, Any]:
-    """A copy of the mapping without what is None; ArgumentError when a name is missing or unknown."""
+    """A copy of the mapping without what is None; ArgumentError when a name is missing or unknown, TypeError when it is none."""
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"weights is a {type(weights).__name__}; it must be a mapping from names to arrays.")
     found = {name: w for name, w in weights.items() if w is not None}
-    missing, unknown = [n for n in required if n not in found], sorted(set(weights) - {*required, *optional})
+    missing, unknown = [n for n in required if n not in found], sorted(map(str, set(weights) - {*required, *optional}))
     if missing or unknown:
         told = [*([f"{', '.join(missing)} missing"] if missing else []), *([f"{', '.join(unknown)} not known"] if unknown else [])]
         raise ArgumentError(f"Weights: {'; '.join(told)}. Wanted are {', '.join(required)}, and there may be {', '.join(optional)}.")

@@ -1,7 +1,7 @@
 """Compute on a WebGPU device: devices, tensors, shaders as text, kernels, recordings. Nothing here knows of attention."""
 
 from .arena import Arena
-from .device import Device, default_device
+from .device import Device, default_device, device_or_default, profile_or_default
 from .guard import Turn, in_turn, let_interrupt_in
 from .kernel import Kernel
 from .profile import DeviceProfile, power_of_two
@@ -28,9 +28,11 @@ __all__ = [
     "Tensor",
     "Turn",
     "default_device",
+    "device_or_default",
     "grid",
     "in_turn",
     "let_interrupt_in",
     "list_adapters",
     "power_of_two",
+    "profile_or_default",
 ]

@@ -43,7 +43,7 @@ class Device(Usable, Store):
         self.checked = os.environ.get("WGATTN_CHECKED", "") not in ("", "0") if checked is None else checked
         self.api = self.backend.api
         self.adapter = webgpu.pick_adapter(self.backend, adapter)
-        self.lowered = lowered(limits or {}, webgpu.FEATURES, self.adapter.limits)
+        self.lowered = lowered({} if limits is None else limits, webgpu.FEATURES, self.adapter.limits)
         """Limits that were asked to be lower than the adapter's; kernels are chosen within them even where the backend grants more."""
         features = webgpu.usable_features(self.backend, self.adapter, without=[name for name, value in self.lowered.items() if not value])
         try:
@@ -162,3 +162,17 @@ def default_device() -> Device:
         if _default is None or _default.lost:
             _default = Device()
         return _default
+
+
+def device_or_default(device: Device | None) -> Device:
+    """The device, or for None `default_device()`; TypeError for what is no device."""
+    if device is not None and not isinstance(device, Device):
+        raise TypeError(f"device is a {type(device).__name__}; it must be a Device, or None for the default one.")
+    return default_device() if device is None else device
+
+
+def profile_or_default(profile: DeviceProfile | None) -> DeviceProfile:
+    """The profile, or for None that of `default_device()`; TypeError for what is no profile."""
+    if profile is not None and not isinstance(profile, DeviceProfile):
+        raise TypeError(f"profile is a {type(profile).__name__}; it must be a DeviceProfile, such as device.profile.")
+    return default_device().profile if profile is None else profile

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable, Mapping
 
@@ -23,14 +24,19 @@ def lowered(given: Mapping[str, int], features: Iterable[str], limits: Iterable[
         features, limits: the names that there are.
 
     Raises:
-        ArgumentError: a name that there is not, or a value that is none.
+        ArgumentError: a name that there is not, or a number that cannot be. TypeError: what is no number.
     """
+    if not isinstance(given, Mapping):
+        raise TypeError(f"limits is {given!r}; it must be a mapping from names to numbers.")
     features, limits = set(features), set(limits)
     found: dict[str, int] = {}
     for name, value in [*given.items(), *_of_environment()]:
         if name not in features and name not in limits:
             raise ArgumentError(f"There is no WebGPU limit {name!r}, and no feature of that name in use; features are {', '.join(sorted(features))}.")
-        value = int(value)
+        try:
+            value = operator.index(value)
+        except TypeError:
+            raise TypeError(f"{name} is {value!r}; a limit is a whole number.") from None
         if value < 0 or (name in features and value > 1):
             raise ArgumentError(f"{name} cannot be {value}: limits are positive, features are 0 or 1.")
         found[name] = stricter(name, found.get(name, value), value)

@@ -53,12 +53,16 @@ def converted(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
         return array.astype(dtype, copy=False)
 
 
-def checked_shape(shape: Iterable[int]) -> tuple[int, ...]:
-    """The shape as integers, or ShapeError."""
+def _whole_numbers(shape: Iterable[int]) -> tuple[int, ...]:
     try:
-        found = tuple(operator.index(n) for n in shape)
+        return tuple(operator.index(n) for n in shape)
     except TypeError:
         raise ShapeError(f"A shape is a sequence of whole numbers, not {shape!r}.") from None
+
+
+def checked_shape(shape: Iterable[int]) -> tuple[int, ...]:
+    """The shape as integers, or ShapeError."""
+    found = _whole_numbers(shape)
     if min(found, default=0) < 0 or math.prod(n or 1 for n in found) >= 1 << 60:
         raise ShapeError(f"A tensor cannot have the shape {found}.")
     return found
@@ -117,6 +121,7 @@ class Tensor:
     def reshape(self, *shape: int) -> Tensor:
         """The same memory under another shape."""
         shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+        shape = _whole_numbers(shape)
         if shape.count(-1) == 1:
             known = math.prod(n for n in shape if n != -1)
             shape = tuple((self.size // known if known > 0 else -1) if n == -1 else n for n in shape)

@@ -203,6 +203,8 @@ class DawnBackend(Backend):
 
 def load(name: str | None = None) -> Backend:
     """The backend of that name: "wgpu" or "dawn"; by default WGATTN_BACKEND, else "wgpu"."""
+    if not isinstance(name, str | None):
+        raise TypeError(f"backend is {name!r}; it must be a name, or None.")
     return _load(name or os.environ.get("WGATTN_BACKEND") or "wgpu")
 
 
@@ -239,6 +241,8 @@ def _ranked(adapters: list[Any]) -> list[Any]:
 
 def pick_adapter(backend: Backend, wanted: str | None) -> Any:
     """The best adapter, or the best whose description holds `wanted` (any case; default WGATTN_ADAPTER)."""
+    if not isinstance(wanted, str | None):
+        raise TypeError(f"adapter is {wanted!r}; it must be part of a name, or None.")
     wanted = wanted or os.environ.get("WGATTN_ADAPTER")
     adapters = _ranked(backend.adapters())
     if not adapters:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -25,7 +26,7 @@ from ..block.rope import Rope
 from ..block.slices import Stream, pays
 from ..block.steps import chunk_tokens
 from ..errors import ArgumentError, CapacityError, FormatError, Unsupported
-from ..gpu import Arena, Device, Readback, Recording, StepState, Tensor, Turn, default_device, in_turn, let_interrupt_in
+from ..gpu import Arena, Device, Readback, Recording, StepState, Tensor, Turn, device_or_default, in_turn, let_interrupt_in
 from .config import LlamaConfig
 from .gguf import ModelFile, find_model
 from .loop import DecodeLoop, pack_options
@@ -82,7 +83,7 @@ class Llama:
         self, file: ModelFile, *, kv_dtype: str = "f16", capacity: int = 4096, arithmetic: str = "exact", device: Device | None = None
     ):
         self.arithmetic = checked(arithmetic)
-        self.device = device or default_device()
+        self.device = device_or_default(device)
         self.config = c = LlamaConfig.from_file(file)
         stored = kv_format(kv_dtype)
         self.capacity, self.length, self.kv_dtype = whole("capacity", capacity), 0, stored.name
@@ -284,7 +285,8 @@ class Llama:
         The device picks the tokens, and works ahead of those given out. Raises as `prefill` does, before any work; ArgumentError when something else
         changes the sequence in between; DeviceError when logits are NaN.
         """
-        stop = self.tokenizer.end_ids if stop_ids is None else frozenset(stop_ids)
+        stop = self.tokenizer.end_ids if stop_ids is None else frozenset(_ids("stop_ids", stop_ids))
+        max_new_tokens = whole("max_new_tokens", max_new_tokens, 0, sys.maxsize)
         check_options(temperature, top_k, top_p)
         options = pack_options(temperature, top_k, top_p, seed) if temperature > 0 else None
         if max_new_tokens < 1:
@@ -312,7 +314,7 @@ class Llama:
         yield from self._loop.run(self._head, length, min(count, self.capacity - length + 1), done, options)
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
-        ids = [operator.index(t) for t in token_ids]
+        ids = _ids("token_ids", token_ids)
         if not ids:
             raise ArgumentError("There are no tokens to append; give at least one.")
         vocab = self.config.vocab_size
@@ -324,6 +326,14 @@ class Llama:
                 f"{len(ids)} tokens do not fit: {self.length} of {self.capacity} positions are in use. Load the model with a larger capacity, or reset it."
             )
         return ids
+
+
+def _ids(name: str, ids: Iterable[int]) -> list[int]:
+    """Token ids as integers, or TypeError."""
+    try:
+        return [operator.index(t) for t in ids]
+    except TypeError:
+        raise TypeError(f"{name} is {ids!r}; it must be whole numbers, one a token.") from None
 
 
 def _rope(file: ModelFile, c: LlamaConfig, factors: np.ndarray | None) -> Rope:

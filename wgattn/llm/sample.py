@@ -1,9 +1,11 @@
 """Choosing the next token from logits."""
 
 import math
+import sys
 
 import numpy as np
 
+from ..attention.arguments import finite, whole
 from ..errors import ArgumentError, ShapeError
 
 
@@ -38,12 +40,11 @@ def sample(logits: np.ndarray, *, temperature: float = 0.0, top_k: int = 0, top_
 
 
 def check_options(temperature: float, top_k: int, top_p: float) -> None:
-    """ArgumentError for options of `sample` that cannot be."""
-    if not 0 <= temperature < math.inf:
+    """ArgumentError, TypeError for options of `sample` that cannot be."""
+    if finite("temperature", temperature) < 0:
         raise ArgumentError(f"temperature is {temperature}: it must be 0 (greedy) or a positive finite number")
-    if top_k < 0:
-        raise ArgumentError(f"top_k is {top_k}: it must be 0 (all tokens) or a positive number of tokens")
-    if not 0 < top_p <= 1:
+    whole("top_k", top_k, 0, sys.maxsize)  # 0: all tokens
+    if not 0 < finite("top_p", top_p) <= 1:
         raise ArgumentError(f"top_p is {top_p}: it must be above 0 and at most 1")
 
 

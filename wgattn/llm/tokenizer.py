@@ -103,6 +103,8 @@ class Tokenizer:
         for one and the text does not begin with it. Bytes that the vocabulary lacks (rare control characters) are left out, as by the model's
         own tokenizer. ArgumentError: text that is not valid Unicode (lone surrogates).
         """
+        if not isinstance(text, str):
+            raise TypeError(f"the text is a {type(text).__name__}: it must be a str")
         try:
             text.encode()
         except UnicodeEncodeError as error:
