@@ -261,6 +261,21 @@ def test_logits_beyond_all_reason(rng, check, path, lowest):
 
 
 @every_path
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("given", ["products", "mask", "scale"])
+def test_scores_beyond_f32_saturate(rng, path, given, sign):
+    """No NaN from finite input: equal scores share, however large they are, and a row with keys does not look like one without."""
+    q, k, v = np.ones((1, 1, 2, 4), F32), sign * np.ones((1, 1, 5, 4), F32), rng.standard_normal((1, 1, 5, 4)).astype(F32)
+    more = {"scale": 3e38} if given == "scale" else {"attn_mask": np.full((2, 5), sign * 3e38, F32)} if given == "mask" else {}
+    if given == "products":
+        q, k = q * F32(1e30), k * F32(1e30)
+    out, lse = sdpa(q, k, v, path=path, return_lse=True, **more)
+    assert_close(out[0, 0], np.broadcast_to(v[0, 0].mean(0), (2, 4)), max_error=2e-6)
+    assert np.isfinite(lse).all()
+    assert (np.sign(lse) == sign).all()
+
+
+@every_path
 @pytest.mark.parametrize("dtype", [F16, F32])
 def test_dot_products_beyond_f16(rng, check, path, dtype):
     """102,400 before scaling, 12,800 after; the second key's is 30 lower."""
