@@ -143,10 +143,10 @@ def record(
         MERGED=shape.workgroup // shape.folded,
         WORKGROUP=shape.workgroup,
     )
+    label, left = (onward.label, onward.buffers) if onward else ("attention", partial)
     for first, number, operations in common.pieces(device.profile, problem.rows // shape.group, problem.operations):
         groups = (*grid(number, limit), shape.splits)
-        left = {**partial, **(onward.buffers if onward else {})}
-        common.add(recording, kernel, groups, problem, operands, left, shape.splits, onward.label if onward else "attention", operations, first)
+        common.add(recording, kernel, groups, problem, operands, left, shape.splits, label, operations, first)
     if many:
         columns = min(problem.value_width, power_of_two(device.profile.max_invocations))
         parts = 1 if device.profile.software else power_of_two(min(shape.splits, max(1, min(256, device.profile.max_invocations) // columns)))

@@ -204,6 +204,8 @@ def _small_layers(device: Device, rng: np.random.Generator, *, weights: str, kv_
         return y
 
     close: dict[str, Any] = {"nmse": _ROUNDED} if arithmetic == "int8" else {"absolute": 1e-2} if kv_dtype == "f16" else {"absolute": 2e-5}
+    if kv_dtype in QUANTISED_CACHE:
+        close = {"nmse": QUANTISED_CACHE[kv_dtype] + close.get("nmse", 0)}
     yield Result("y", np.stack(got), expected, **close)
 
 
@@ -234,5 +236,5 @@ _ATTENTION_AXES = {
 _IN_ATTENTION = {"rows": ("layer",), "numbers": ("rope", "prompt")}
 ATTENTION = Family("attention half", _ATTENTION_AXES, _attention, **_IN_ATTENTION)
 UNFUSED_ATTENTION = Family("attention half", _ATTENTION_AXES | {"layer": ("unfused",), "weights": _FEW_WEIGHTS}, _attention, **_IN_ATTENTION)
-SMALL_LAYERS = Family("small layers", {"weights": WEIGHTS, "kv_dtype": ("f32", "f16"), "bias": (False, True)}, _small_layers, rows=("weights",))
+SMALL_LAYERS = Family("small layers", {"weights": WEIGHTS, "kv_dtype": tuple(KV_FORMATS), "bias": (False, True)}, _small_layers, rows=("weights",))
 FAMILIES = (NORM, ROPE, MLP, UNFUSED_MLP, LARGE_MLP, MATRIX_UNITS, ATTENTION, UNFUSED_ATTENTION, SMALL_LAYERS)
