@@ -10,8 +10,10 @@ var<storage, read_write> codes: array<vec4<u32>>; // (columns / 16, tokens) sixt
 var<storage, read_write> units: array<vec2<f32>>; // (columns / 32, tokens) of (what a code of 1 stands for, the sum of the 32 values as rounded) f32
 var<storage, read_write> scale: array<f32>;      // (tokens) f32: what the norm leaves to be multiplied
 
-fn highest(v: mat4x4<f32>) -> f32 {
-  let h = max(max(abs(v[0]), abs(v[1])), max(abs(v[2]), abs(v[3])));
+// As integers, the absolute values of floats have the same order, and NaN is the highest.
+fn sizes(v: vec4<f32>) -> vec4<u32> { return bitcast<vec4<u32>>(v) & vec4<u32>(0x7fffffffu); }
+fn highest(v: mat4x4<f32>) -> u32 {
+  let h = max(max(sizes(v[0]), sizes(v[1])), max(sizes(v[2]), sizes(v[3])));
   return max(max(h.x, h.y), max(h.z, h.w));
 }
 fn coded(v: vec4<f32>, factor: f32) -> u32 { return pack4xI8(vec4<i32>(round(v * factor))); }
@@ -34,7 +36,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     squares += norm_squares(raw_a) + norm_squares(raw_b);
     let a = norm_apply(raw_a, norm_gain(2u * block));
     let b = norm_apply(raw_b, norm_gain(2u * block + 1u));
-    let high = max(highest(a), highest(b));
+    let high = bitcast<f32>(max(highest(a), highest(b)));
     let factor = select(0.0, 127.0 / high, high > 1e-35);       // what is smaller counts as zero: 127 / high would overflow
     let unit = high / 127.0;
     let code_a = coded16(a, factor);

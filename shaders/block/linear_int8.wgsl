@@ -13,8 +13,10 @@ const HEAD_SLOTS = WORKGROUP / LANES;
 var<uniform> params: Params;                     // rows: of this piece of W, whose row 0 is row first_row of the whole
 var<storage, read> x: array<vec4<f32>>;          // (tokens, x_stride) f32; columns is a multiple of 32
 
-fn highest(v: mat4x4<f32>) -> f32 {
-  let h = max(max(abs(v[0]), abs(v[1])), max(abs(v[2]), abs(v[3])));
+// As integers, the absolute values of floats have the same order, and NaN is the highest.
+fn sizes(v: vec4<f32>) -> vec4<u32> { return bitcast<vec4<u32>>(v) & vec4<u32>(0x7fffffffu); }
+fn highest(v: mat4x4<f32>) -> u32 {
+  let h = max(max(sizes(v[0]), sizes(v[1])), max(sizes(v[2]), sizes(v[3])));
   return max(max(h.x, h.y), max(h.z, h.w));
 }
 fn coded(v: vec4<f32>, factor: f32) -> u32 { return pack4xI8(vec4<i32>(round(v * factor))); }
@@ -51,7 +53,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     squares$t += norm_squares(raw_a$t) + norm_squares(raw_b$t);
     let in_a$t = norm_apply(raw_a$t, gain_a);
     let in_b$t = norm_apply(raw_b$t, gain_b);
-    let high$t = max(highest(in_a$t), highest(in_b$t));
+    let high$t = bitcast<f32>(max(highest(in_a$t), highest(in_b$t)));
     let factor$t = select(0.0, 127.0 / high$t, high$t > 1e-35);       // what is smaller counts as zero: 127 / high would overflow
     let unit$t = high$t / 127.0;
     let code_a$t = coded16(in_a$t, factor$t);
