@@ -309,7 +309,7 @@ DIMS_FORCED = [(64, 64, "f16"), (40, 24, "f16"), (24, 20, "f16"), (20, 40, "f32"
 def test_shapes_that_no_device_here_would_choose(devices, rng, name):
     """Every way to spread keys and channels over lanes, whole rows of 16 bytes or not; ALiBi tells keys and heads apart."""
     device, (_, keys, workgroup, splits) = devices["gpu_shape"], FORCED[name]
-    subgroup = device.profile.subgroup_size
+    subgroup = device.profile.subgroup_size or 1
     for dim, value_dim, kv_dtype in DIMS_FORCED:
         lanes = min(FORCED[name][0], subgroup, power_of_two(-(-min(dim, value_dim) // 4)))
         for group, heads, length in ((1, 2, 1), (3, 6, 77), (1, 3, 130)):
