@@ -168,12 +168,16 @@ def test_bug_5_sums_beyond_f16(device: Device):
     np.testing.assert_array_equal(project(device, QuantizedTensor(raw, (4, 3072), "Q8_0"), x), 4 * (96 * 127 + 96 * 31 * 6.0))
 
 
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize("variant", ["software", "gpu_shape"])
 @pytest.mark.parametrize("kind", ["Q4_1", "Q5_1", "Q4_K", "Q5_K"])
-def test_bug_7_sums_of_activations_beyond_f16(device: Device, rng, kind):
+def test_bug_7_sums_of_activations_beyond_f16(devices, rng, kind, variant, tokens):
+    """Sums of 32 activations, 88,000 and 96,000, that meet the offset of such a block."""
     matrix = random_matrix(rng, 8, 256, kind)
-    x = np.full((1, 256), 3000.0, np.float32)
-    x[0, ::3] = -1000
-    got = project(device, matrix, x)
+    x = np.full((tokens, 256), 3000.0, np.float32)
+    x[::2, ::8] = 1000
+    assert np.abs(x.reshape(tokens, -1, 32).sum(2)).min() > np.finfo(np.float16).max
+    got = project(devices[variant], matrix, x)
     assert np.isfinite(got).all()
     assert nmse(got, reference.linear(x, matrix.dequantize())) < EXACT
 
