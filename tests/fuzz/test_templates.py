@@ -132,6 +132,19 @@ def test_a_template_gets_only_what_it_is_given():
     assert render("{{ strftime_now('%Y') }}").isdigit()
 
 
+def test_the_process_does_not_get_the_environment(monkeypatch, tmp_path):
+    """Where there may be secrets: a template that found a way out of the sandbox would read them there."""
+    worker = tmp_path / "worker.py"
+    worker.write_text("import json, os, sys\nfor line in sys.stdin:\n    print(json.dumps({'text': json.dumps(dict(os.environ))}), flush=True)\n")
+    monkeypatch.setattr(rendering, "_WORKER", worker)
+    monkeypatch.setenv("A_TOKEN", "secret")
+    monkeypatch.setenv("TZ", "UTC")
+    found = json.loads(Template("", "some file").render())
+    assert "A_TOKEN" not in found
+    assert set(found) - {"LC_CTYPE"} <= set(rendering._ENVIRONMENT)  # Python sets its own locale
+    assert found["TZ"] == "UTC"
+
+
 def test_one_process_renders_again_and_again(short, monkeypatch):
     starts = []
     popen = subprocess.Popen

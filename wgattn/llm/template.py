@@ -23,6 +23,9 @@ MAX_CHARACTERS = 1 << 22
 MAX_MEMORY = 1 << 29
 """Bytes of the process that renders, where the system keeps such limits (Linux)."""
 
+_ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
+"""All that the process gets of the environment, where there may be secrets: what a Python may need to start, and the time zone."""
+
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
@@ -95,7 +98,8 @@ class Template:
         own = {"start_new_session": True} if os.name == "posix" else {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}  # Ctrl-C is ours
         try:
             command = [sys.executable, "-I", "-S", "-X", "utf8", str(_WORKER)]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8", **own)
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "encoding": "utf-8"}
+            process = subprocess.Popen(command, **pipes, env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}, **own)
         except (OSError, ValueError) as error:
             raise Unsupported(f"chat templates are rendered by a Python process of their own, and none can be started ({error})") from error
         self._worker = process, os.getpid()
