@@ -279,19 +279,24 @@ def test_uniforms_of_equal_bytes_are_one(device: Device):
 
 
 def test_a_read_waits_for_its_own_work_only(device: Device, rng):
-    """What was submitted behind it may take long."""
+    """What was submitted behind it may take long. Once in five times has to show it: the machine may be busy with something else."""
     first, x = device.tensor(np.arange(8, dtype=np.uint32)), rng.standard_normal((1, 8, 1024, 64)).astype(np.float32)
     readback, long = Readback(first), recording_of(device, x)
     long.replay()
     device.wait()
-    begin = time.perf_counter()
-    with device.commands() as encoder:
-        readback.encode(encoder)
-    long.replay(times=4)
-    assert readback.numpy().tolist() == list(range(8))
-    early = time.perf_counter() - begin
-    device.wait()
-    assert early < 0.5 * (time.perf_counter() - begin)
+
+    def share() -> float:
+        """Of the time that all of it takes, what the read takes."""
+        begin = time.perf_counter()
+        with device.commands() as encoder:
+            readback.encode(encoder)
+        long.replay(times=4)
+        assert readback.numpy().tolist() == list(range(8))
+        early = time.perf_counter() - begin
+        device.wait()
+        return early / (time.perf_counter() - begin)
+
+    assert any(share() < 0.5 for _ in range(5))
 
 
 def recording_of(device: Device, x: np.ndarray) -> Recording:
