@@ -20,7 +20,7 @@ from ..gpu.webgpu import describe
 from ..llm.gguf import ModelFile, find_model
 from ..llm.llama import Llama
 from ..llm.tokenizer import Tokenizer
-from .console import plain_console
+from .console import plain_console, say
 from .info import versions
 from .typed import count, natural, number
 
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         if not answer.text.endswith("\n"):
             sys.stdout.write("\n")
         sys.stdout.flush()
-        plain_console(stderr=True).print(_summary(report), style="dim", soft_wrap=True)
+        say(plain_console(stderr=True), _summary(report), style="dim")
     return 130 if answer.stop_reason == "interrupted" else 0
 
 

@@ -21,7 +21,7 @@ from .. import __version__
 from ..errors import DeviceError
 from ..gpu import Device, DeviceProfile, list_adapters
 from ..gpu.webgpu import describe
-from .console import plain_console
+from .console import plain_console, say
 
 BACKENDS = {"wgpu": ("wgpu", "pip install wgpu"), "dawn": ("wgpudawn", "pip install 'wgattn[dawn]'")}
 """Their packages, and how to install them."""
@@ -66,7 +66,7 @@ def _print(args: argparse.Namespace, adapters: list[str], device: Device | None)
     _section(console, "Adapters", rows or [("none", "")])
     if device is not None:
         if device.profile.software:
-            console.print(f"  {_SOFTWARE}", soft_wrap=True)
+            say(console, f"  {_SOFTWARE}")
         features = [(name, "") for name in sorted(device.gpu.features)]
         _section(console, "Features in use", features or [("none", "")])
         _section(console, "Profile (measured)", _profile_rows(device.profile) + ([("shaders", "checked: slower")] if device.checked else []))

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +19,7 @@ from ..cases import FAMILIES
 from ..cases.family import Choice, Difference, Family, compare
 from ..errors import CapacityError, Unsupported
 from ..gpu import Device, Kernel
+from .console import progress, say
 
 _POISON = np.uint32(0x7FC07FC0)
 """NaN as f32, and as two f16."""
@@ -136,14 +136,14 @@ def run(device: PoisonedDevice, *, seed: int | None, as_json: bool, only: str | 
         console.print(_table(rows, device))
         for row in rows:
             if row.failures or row.not_available:
-                console.print("\n".join(_lines(row)), soft_wrap=True)
-    console.print(_summary(rows, device, seed, seconds), soft_wrap=True)
+                for line in _lines(row):
+                    say(console, line)
+    say(console, _summary(rows, device, seed, seconds))
     return 0 if passed else 1
 
 
 def _with_progress(device: PoisonedDevice, jobs: list[tuple], seed: int) -> Iterator[Row]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed} of {task.total}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with progress(Console(stderr=True)) as bar:
         task = bar.add_task("", total=len(jobs))
         for job in jobs:
             bar.update(task, description=job[1])

@@ -6,26 +6,18 @@ import json
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import TimeRemainingColumn
 from rich.table import Table
 
 from ..attention import tune
 from ..gpu import Device
 from ..gpu.tuning import default_cache
+from .console import progress, say
 
 
 def run(device: Device, *, again: bool, as_json: bool) -> None:
     """Tune all standard problems, with a progress bar on stderr, and print what was found."""
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed} of {task.total}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    with bar:
+    with progress(Console(stderr=True), TimeRemainingColumn()) as bar:
         task = bar.add_task("tuning", total=None)
         outcomes = tune.run(device, lambda done, total, what: bar.update(task, completed=done, total=total, description=what), again=again)
     path = str(default_cache().path)
@@ -39,7 +31,7 @@ def run(device: Device, *, again: bool, as_json: bool) -> None:
         table.add_row(o.path, entry["problem"], "" if o.seconds is None else f"{o.seconds * 1e3:.2f} ms", gain)
     console = Console()
     console.print(table)
-    console.print(f"Kept in {path}", soft_wrap=True)
+    say(console, f"Kept in {path}")
 
 
 def _entry(outcome: tune.Outcome) -> dict[str, Any]:
