@@ -39,7 +39,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     var v = vec4<f32>();
     //@ unroll e in 0..EACH
     {
-      let weight = select(0.0, exp2(stat$e.x - highest), stat$e.y > 0.0);
+      let weight = select(exp2(stat$e.x - highest), 0.0, stat$e.y <= 0.0);
       sum = fma(weight, stat$e.y, sum);
       v = fma(vec4<f32>(weight), v$e, v);
     }
@@ -66,7 +66,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
     if (part == 0u && c < VALUE_WIDTH) {
       let factor = finish(b, h, i, highest, sum, c == 0u);
-      out_store(b * params.o_batch + h * params.o_head + i * params.o_row, c, select(vec4<f32>(), v * factor, factor > 0.0));
+      out_store(b * params.o_batch + h * params.o_head + i * params.o_row, c, select(v * factor, vec4<f32>(), factor <= 0.0));
     }
   }
 }

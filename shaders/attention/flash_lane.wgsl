@@ -56,7 +56,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     max$r = high$r;
     sum$r *= keep$r;
     //@ unroll k in 0..KEYS
-    p$r_$k = select(0.0, exp2(p$r_$k - high$r), p$r_$k > LOWEST);
+    p$r_$k = select(exp2(p$r_$k - high$r), 0.0, p$r_$k <= LOWEST);
     sum$r += p$r_$k;
     //@ end
     //@ end
@@ -82,7 +82,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     let factor = finish(b, row$r.h, row$r.i, max$r, sum$r, true);
     let at = flash_output(b, row$r);
     //@ unroll s in 0..VALUE_SLOTS
-    out_store(at, $su, select(vec4<f32>(), o$r_$s * factor, factor > 0.0));
+    out_store(at, $su, select(o$r_$s * factor, vec4<f32>(), factor <= 0.0));
     //@ end
   }
   //@ end

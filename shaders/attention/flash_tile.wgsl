@@ -198,7 +198,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
       var part = vec4<f32>();
       //@ unroll g in 0..KEY_QUADS
       //@ unroll e in 0..4
-      x$g_$h_$e = select(vec4<f32>(), exp2(x$g_$h_$e - high), x$g_$h_$e > vec4<f32>(LOWEST));
+      x$g_$h_$e = select(exp2(x$g_$h_$e - high), vec4<f32>(), x$g_$h_$e <= vec4<f32>(LOWEST));
       part += x$g_$h_$e;
       //@ end
       //@ end
@@ -284,7 +284,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
       let factor = finish(b, one.h, one.i, max$h[$r], total[$r], across == 0u);
       let at = flash_output(b, one);
       //@ unroll s in 0..VALUE_QUADS
-      if (across + $su * LANES < VALUE_WIDTH) { out_store(at, across + $su * LANES, select(vec4<f32>(), o$h_$r_$s * factor, factor > 0.0)); }
+      if (across + $su * LANES < VALUE_WIDTH) { out_store(at, across + $su * LANES, select(o$h_$r_$s * factor, vec4<f32>(), factor <= 0.0)); }
       //@ end
     }
     //@ end

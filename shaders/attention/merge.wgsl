@@ -30,7 +30,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   let weight_a = select(0.0, exp(log_a - top), some_a);
   let weight_b = select(0.0, exp(log_b - top), some_b);
   let total = weight_a + weight_b;
-  let v = select(vec4<f32>(), (weight_a * a_load(row * VALUE_DIM, c) + weight_b * b_load(row * VALUE_DIM, c)) / total, total > 0.0);
+  let v = select((weight_a * a_load(row * VALUE_DIM, c) + weight_b * b_load(row * VALUE_DIM, c)) / total, vec4<f32>(), total <= 0.0);
   out_store(row * VALUE_DIM, c, v);
-  if (c == 0u) { lse[row] = select(EMPTY, bitcast<u32>(top + log(max(total, 1.0e-38))), total > 0.0); }
+  let sum = select(top + log(max(total, 1.0e-38)), total, !(total == total));
+  if (c == 0u) { lse[row] = select(bitcast<u32>(sum), EMPTY, total <= 0.0); }
 }

@@ -39,4 +39,4 @@ fn seen(x: vec4<f32>, j: u32, first: u32, end: u32) -> vec4<f32> {
   return select(vec4<f32>(LOWEST), x, (key >= vec4<u32>(first)) & (key < vec4<u32>(end)));
 }
 
-fn weights(x: vec4<f32>, highest: f32) -> vec4<f32> { return select(vec4<f32>(), exp2(x - highest), x > vec4<f32>(LOWEST)); }
+fn weights(x: vec4<f32>, highest: f32) -> vec4<f32> { return select(exp2(x - highest), vec4<f32>(), x <= vec4<f32>(LOWEST)); }

@@ -100,7 +100,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let score$g = select(LOWEST, adjust(team_score(sums$g), b, h + $gu, i, min(key, bottom)), key < end);
     let higher$g = max(max$g, team_max(score$g));
     let keep$g = exp2(max$g - higher$g);
-    let p$g = select(0.0, exp2(score$g - higher$g), score$g > LOWEST);
+    let p$g = select(exp2(score$g - higher$g), 0.0, score$g <= LOWEST);
     max$g = higher$g;
     sum$g = fma(sum$g, keep$g, p$g);
     //@ unroll t in 0..VALUE_UNITS

@@ -19,7 +19,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   var bits = 0xff800000u;
   if (PROBABILITIES || (j >= first_key(b, i) && j < end_key(b, i))) {
     let x = scores[(z * matrices.rows + i) * matrices.columns + j];
-    if (PROBABILITIES || x > LOWEST) { bits = bitcast<u32>(select(x / LOG2E, x, PROBABILITIES)); }
+    if (PROBABILITIES || !(x <= LOWEST)) { bits = bitcast<u32>(select(x / LOG2E, x, PROBABILITIES)); }
   }
   stage[(matrices.first * params.queries) * params.keys + number] = bits;
 }

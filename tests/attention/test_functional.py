@@ -275,6 +275,33 @@ def test_scores_beyond_f32_saturate(rng, path, given, sign):
     assert (np.sign(lse) == sign).all()
 
 
+@pytest.mark.conformance(features=["plain"])
+@every_path
+@pytest.mark.parametrize("features", ["plain", "softcap", "mask", "sinks"])
+@pytest.mark.parametrize("where", ["query", "key", "mask"])
+def test_nan_is_seen(devices, rng, path, features, where):
+    """Not taken for a hidden key: it makes the rows NaN that see it, and no other; their lse too."""
+    more = {"softcap": {"softcap": 9.0}, "sinks": {"sinks": np.zeros(2, F32)}}.get(features, {})
+    mask = np.zeros((40, 70), F32)
+    for variant in ("software", "gpu_shape"):
+        q, k, v = (rng.standard_normal((1, 2, n, 20)).astype(F32) for n in (40, 70, 70))
+        mask[:] = 0
+        if where == "mask":
+            mask[7, 33] = np.nan
+        else:
+            {"query": q, "key": k}[where][0, 1, 7 if where == "query" else 33, 5] = np.nan
+        given = {"attn_mask": mask} if features == "mask" or where == "mask" else {}
+        tensors = [devices[variant].tensor(a) for a in (q, k, v)]
+        out, lse = sdpa(*tensors, path=path, return_lse=True, is_causal=True, **given, **more)
+        sees = np.zeros((1, 2, 40), bool)
+        if where == "key":
+            sees[0, 1, 33 - 30 :] = True  # bottom-right: query i sees keys up to i + 30
+        else:
+            sees[0, :, 7] = [where == "mask", True]
+        np.testing.assert_array_equal(np.isnan(out.numpy()), np.broadcast_to(sees[..., None], out.shape))
+        np.testing.assert_array_equal(np.isnan(lse.numpy()), sees)
+
+
 @every_path
 @pytest.mark.parametrize("dtype", [F16, F32])
 def test_dot_products_beyond_f16(rng, check, path, dtype):
@@ -718,3 +745,18 @@ def test_repeats_are_identical(device, rng, path):
     first = sdpa(q, k, v, mask, is_causal=True, path=path).numpy()
     for _ in range(30):
         assert np.array_equal(sdpa(q, k, v, mask, is_causal=True, path=path).numpy(), first)
+
+
+def test_nan_is_seen_across_splits_and_sets(devices, rng):
+    """One NaN in a key of one split, and in one of the sets that are merged."""
+    device = devices["gpu_shape"]
+    q, k, v = (rng.standard_normal((1, 2, n, 16)).astype(F32) for n in (1, 1500, 1500))
+    k[0, 1, 1200, 3] = np.nan
+    out, lse = (t.numpy() for t in sdpa(*(device.tensor(a) for a in (q, k, v)), path="split", return_lse=True))
+    parts = [sdpa(*(device.tensor(a) for a in (q, k[:, :, at], v[:, :, at])), return_lse=True) for at in (slice(0, 700), slice(700, 1500))]
+    merged, joined = wgattn.merge_state(*parts[0], *parts[1])
+    for rows, logs in ((out, lse), (merged.numpy(), joined.numpy())):
+        assert np.isfinite(rows[0, 0]).all()
+        assert np.isfinite(logs[0, 0]).all()
+        assert np.isnan(rows[0, 1]).all()
+        assert np.isnan(logs[0, 1]).all()

@@ -3,7 +3,7 @@ fn finish(b: u32, h: u32, i: u32, highest: f32, sum: f32, writes_lse: bool) -> f
   let sink = sink_of(h);
   let top = max(highest, sink);
   let own = exp2(highest - top);
-  let total = sum * own + select(0.0, exp2(sink - top), sink > LOWEST);
+  let total = sum * own + select(exp2(sink - top), 0.0, sink <= LOWEST);
   if (writes_lse) { lse_store(b, h, i, top, total); }
-  return select(0.0, own / total, total > 0.0);
+  return select(own / total, 0.0, total <= 0.0);
 }

@@ -3,5 +3,5 @@ var<storage, read> mask: array<u32>;             // (batch or 1, heads or 1, que
 fn mask_at(b: u32, h: u32, i: u32, j: u32) -> f32 {
   let at = mask_index(b, h, i, j);
   let m = unpack2x16float(mask[at / 2u] >> (16u * (at % 2u))).x;
-  return select(select(LOWEST, m, m > -65504.0), 0.0, j < params.mask_first);
+  return select(select(m, LOWEST, m <= -65504.0), 0.0, j < params.mask_first);
 }

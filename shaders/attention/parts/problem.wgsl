@@ -22,6 +22,8 @@ const VALUE_WIDTH = (VALUE_DIM + 3u) / 4u;       // vec4s in a row of values or 
 const LOWEST = -3.4028234e38;                    // the score of a key that is not seen; infinities are not portable
 const LOG2E = 1.4426950408889634;
 
+// A score's limits; NaN stays, so that who gave one sees it. (Comparisons are such everywhere that it is not taken for a hidden key.)
+fn saturated(x: f32, most: f32) -> f32 { return select(x, clamp(x, -most, most), abs(x) > most); }
 fn key_position(b: u32, i: u32) -> i32 { return i32(i) + select(0, i32(key_count(b)) - i32(query_count()), params.bottom_right != 0u); }
 fn first_key(b: u32, i: u32) -> u32 { return u32(clamp(key_position(b, i) - params.left, 0, i32(key_count(b)))); }
 fn end_key(b: u32, i: u32) -> u32 { return u32(clamp(key_position(b, i) + params.right + 1, 0, i32(key_count(b)))); }

@@ -2,7 +2,7 @@
 // Parts: finish, sink_*, lse_*; slice, weights_* or codes_* and scales_*, products_*, bias_*, all as slice.
 fn split_store(b: u32, h: u32, i: u32, split: u32, c: u32, v: vec4<f32>, sum: f32, highest: f32) {
   let factor = finish(b, h, i, highest, sum, c == 0u);
-  let out = select(vec4<f32>(), v * factor, factor > 0.0);
+  let out = select(v * factor, vec4<f32>(), factor <= 0.0);
   //@ unroll n in 0..4
   slice_values[h % GROUP * VALUE_DIM + c * 4u + $nu] = out[$n];
   //@ end
