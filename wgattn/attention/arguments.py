@@ -93,7 +93,7 @@ def checked_eps(eps: float) -> float:
 
 def checked_flag(name: str, value: bool) -> bool:
     """The value as a bool, or TypeError when it is neither that nor 0 or 1: of texts, "False" would be true."""
-    if not isinstance(value, bool | np.bool | int | np.integer) or value not in (0, 1):
+    if not isinstance(value, bool | np.bool_ | int | np.integer) or value not in (0, 1):
         raise TypeError(f"{name} is {value!r}; it must be True or False.")
     return bool(value)
 
