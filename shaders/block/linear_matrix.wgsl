@@ -1,10 +1,11 @@
 // y = epilogue(W . x) for many tokens on matrix units: tiles of W and x as f16 in workgroup memory, products summed in f32.   reference.linear
 // A workgroup computes TILE_TOKENS x TILE_ROWS results, a subgroup SUB_TOKENS x SUB_ROWS of them in matrices of 16 x 16; W is dequantised once a
 // tile. x comes from block/half.wgsl, normed and with a scale for each token.
-// Tiles have STEP columns: while one is multiplied, the next comes from memory into registers.
-// Workgroup memory: max(2 * (STEP + 8) * (TILE_TOKENS + TILE_ROWS), 64 * SUB_ROWS * WORKGROUP / SUBGROUP): rows of tiles are STEP + 8 halves, so that
+// Tiles have STEP columns: while one is multiplied, the next comes from memory into registers: from before the barrier (FETCH 0), from behind it (1), or
+// from the second chunk on (2). With two BUFFERS a step has one barrier: what is stored is not what others still multiply.
+// Workgroup memory: max(2 * BUFFERS * (STEP + 8) * (TILE_TOKENS + TILE_ROWS), 64 * SUB_ROWS * WORKGROUP / SUBGROUP): rows of tiles are STEP + 8 halves, so that
 // lanes share no bank; at the end 16 x SUB_ROWS floats a subgroup.
-// Options: TILE_TOKENS, TILE_ROWS, SUB_TOKENS, SUB_ROWS, TOKEN_MATRICES = SUB_TOKENS / 16, ROW_MATRICES = SUB_ROWS / 16, STEP, STEP_CHUNKS = STEP / 16,
+// Options: TILE_TOKENS, TILE_ROWS, SUB_TOKENS, SUB_ROWS, TOKEN_MATRICES = SUB_TOKENS / 16, ROW_MATRICES = SUB_ROWS / 16, STEP, STEP_CHUNKS = STEP / 16, BUFFERS (1 or 2), FETCH (at most STEP_CHUNKS),
 // W_LOADS = STEP_CHUNKS * TILE_ROWS / WORKGROUP, X_LOADS = STEP / 8 * TILE_TOKENS / WORKGROUP, WORKGROUP, SUBGROUP, MEMORY, ROWS = 4, PAIRS = 2, QUADS = 1;
 // parts: step, weights_* or codes_* and scales_*, halves_*, bias_*, token_each, heads_plain, output_*, end_none or cache_store_*.
 
@@ -14,6 +15,7 @@ const ACROSS = TILE_ROWS / SUB_ROWS;             // subgroups side by side along
 const TILE_STRIDE = STEP + 8u;                    // halves
 const W_VECTORS = TILE_ROWS * TILE_STRIDE / 8u;
 const X_VECTORS = TILE_TOKENS * TILE_STRIDE / 8u;
+const BUFFER = 16u * (W_VECTORS + X_VECTORS);    // bytes
 
 alias Left = subgroup_matrix_left<f16, 16, 16>;
 alias Right = subgroup_matrix_right<f16, 16, 16>;
@@ -35,10 +37,12 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   let lane = index % SUBGROUP;
   let team_token = team / ACROSS * SUB_TOKENS;
   let team_row = team % ACROSS * SUB_ROWS;
-  let w_vectors = bufferView<array<vec4<u32>, W_VECTORS>>(&memory, 0);
-  let x_vectors = bufferView<array<vec4<u32>, X_VECTORS>>(&memory, W_VECTORS * 16u);
-  let w_halves = bufferView<array<f16, W_VECTORS * 8u>>(&memory, 0);
-  let x_halves = bufferView<array<f16, X_VECTORS * 8u>>(&memory, W_VECTORS * 16u);
+  //@ unroll h in 0..BUFFERS
+  let w_vectors$h = bufferView<array<vec4<u32>, W_VECTORS>>(&memory, $hu * BUFFER);
+  let x_vectors$h = bufferView<array<vec4<u32>, X_VECTORS>>(&memory, $hu * BUFFER + W_VECTORS * 16u);
+  let w_halves$h = bufferView<array<f16, W_VECTORS * 8u>>(&memory, $hu * BUFFER);
+  let x_halves$h = bufferView<array<f16, X_VECTORS * 8u>>(&memory, $hu * BUFFER + W_VECTORS * 16u);
+  //@ end
   let chunks = (params.columns + 15u) / 16u;
   //@ unroll i in 0..TOKEN_MATRICES
   //@ unroll j in 0..ROW_MATRICES
@@ -58,47 +62,53 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   let from$n = min(first_token + token$n, last_token) * (params.x_stride / 8u) + piece$n;
   var x$n = x[from$n];
   //@ end
-  for (var first = 0u; ; first += STEP_CHUNKS) {
-    //@ unroll n in 0..W_LOADS
+  var first = 0u;
+  loop {
+    //@ unroll h in 0..BUFFERS
     {
-      let at = min(first + chunk$n, chunks - 1u);   // beyond the columns x is zero
-      let pair = codes_halves(code$n, scales_affine(scales$n, source$n, at));
-      let to = row$n * (TILE_STRIDE / 8u) + chunk$n * 2u;
-      w_vectors[to] = pair[0];
-      w_vectors[to + 1u] = pair[1];
-    }
-    //@ end
-    //@ unroll n in 0..X_LOADS
-    x_vectors[token$n * (TILE_STRIDE / 8u) + piece$n] = x$n;
-    //@ end
-    workgroupBarrier();
-    let next = first + STEP_CHUNKS;
-    if (next < chunks) {
       //@ unroll n in 0..W_LOADS
-      code$n = codes_load(source$n, min(next + chunk$n, chunks - 1u));
-      scales$n = scales_load(source$n, min(next + chunk$n, chunks - 1u));
+      {
+        let at = min(first + chunk$n, chunks - 1u);   // beyond the columns x is zero
+        let pair = codes_halves(code$n, scales_affine(scales$n, source$n, at));
+        let to = row$n * (TILE_STRIDE / 8u) + chunk$n * 2u;
+        w_vectors$h[to] = pair[0];
+        w_vectors$h[to + 1u] = pair[1];
+      }
       //@ end
       //@ unroll n in 0..X_LOADS
-      x$n = x[from$n + next * 2u];
+      x_vectors$h[token$n * (TILE_STRIDE / 8u) + piece$n] = x$n;
       //@ end
-    }
-    //@ unroll k in 0..STEP_CHUNKS
-    {
-      //@ unroll i in 0..TOKEN_MATRICES
-      let left$i = subgroupMatrixLoad<Left, row_major>(x_halves, (team_token + $iu * 16u) * TILE_STRIDE + $ku * 16u, TILE_STRIDE);
-      //@ end
-      //@ unroll j in 0..ROW_MATRICES
+      first += STEP_CHUNKS;                           // the next
+      //@ unroll k in 0..STEP_CHUNKS
+      if ($ku == 0u && FETCH > 0u) { workgroupBarrier(); }
+      if (max(FETCH, 1u) == $ku + 1u && first < chunks) {
+        //@ unroll n in 0..W_LOADS
+        code$n = codes_load(source$n, min(first + chunk$n, chunks - 1u));
+        scales$n = scales_load(source$n, min(first + chunk$n, chunks - 1u));
+        //@ end
+        //@ unroll n in 0..X_LOADS
+        x$n = x[from$n + first * 2u];
+        //@ end
+      }
+      if ($ku == 0u && FETCH == 0u) { workgroupBarrier(); }
       {
-        let w = subgroupMatrixLoad<Right, col_major>(w_halves, (team_row + $ju * 16u) * TILE_STRIDE + $ku * 16u, TILE_STRIDE);
         //@ unroll i in 0..TOKEN_MATRICES
-        sum$i_$j = subgroupMatrixMultiplyAccumulate(left$i, w, sum$i_$j);
+        let left$i = subgroupMatrixLoad<Left, row_major>(x_halves$h, (team_token + $iu * 16u) * TILE_STRIDE + $ku * 16u, TILE_STRIDE);
+        //@ end
+        //@ unroll j in 0..ROW_MATRICES
+        {
+          let w = subgroupMatrixLoad<Right, col_major>(w_halves$h, (team_row + $ju * 16u) * TILE_STRIDE + $ku * 16u, TILE_STRIDE);
+          //@ unroll i in 0..TOKEN_MATRICES
+          sum$i_$j = subgroupMatrixMultiplyAccumulate(left$i, w, sum$i_$j);
+          //@ end
+        }
         //@ end
       }
       //@ end
+      if (first >= chunks) { break; }
+      if (BUFFERS == 1u) { workgroupBarrier(); }
     }
     //@ end
-    if (next >= chunks) { break; }
-    workgroupBarrier();
   }
   workgroupBarrier();
   // Results have no element access: 16 tokens at a time they go through workgroup memory.

@@ -86,6 +86,10 @@ class MatrixShape:
     step: int
     """Columns of a tile."""
     subgroup: int
+    buffers: int = 1
+    """Of tiles: with two, a step has one barrier."""
+    fetch: int = 1
+    """When the next tile is fetched: before the barrier (0), before the chunk of 16 columns of that number (from 1)."""
     main: ClassVar[str] = "block/linear_matrix"
 
     @property
@@ -94,7 +98,7 @@ class MatrixShape:
 
     @property
     def workgroup_bytes(self) -> int:
-        return max(2 * (self.step + 8) * (self.tokens + self.rows), 64 * self.sub_rows * self.workgroup // self.subgroup)
+        return max(2 * self.buffers * (self.step + 8) * (self.tokens + self.rows), 64 * self.sub_rows * self.workgroup // self.subgroup)
 
     def fits(self, profile: DeviceProfile) -> bool:
         """Within the device's limits, and each invocation has whole loads to do."""
@@ -109,7 +113,7 @@ class MatrixShape:
         matrices = {"TOKEN_MATRICES": self.sub_tokens // 16, "ROW_MATRICES": self.sub_rows // 16}
         chunks = self.step // CHUNK
         loads = {"W_LOADS": chunks * self.rows // self.workgroup, "X_LOADS": 2 * chunks * self.tokens // self.workgroup}
-        loads |= {"STEP": self.step, "STEP_CHUNKS": chunks}
+        loads |= {"STEP": self.step, "STEP_CHUNKS": chunks, "BUFFERS": self.buffers, "FETCH": self.fetch}
         group = {"WORKGROUP": self.workgroup, "SUBGROUP": self.subgroup, "MEMORY": self.workgroup_bytes}
         return {**tile, **matrices, **loads, **group, "ROWS": 4, "PAIRS": 2, "QUADS": 1}
 
