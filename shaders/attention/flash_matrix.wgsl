@@ -7,47 +7,15 @@
 // Workgroup memory: MEMORY: a tile of keys, one of values, scores or probabilities of each subgroup; at first the queries, at the end outputs.
 // Options: HEAD_DIM, VALUE_DIM, KEYS, KEY_MATRICES = KEYS / 16, K_MATRICES, V_MATRICES = dims / 16 (rounded up), K_LOADS, V_LOADS = KEYS * matrices * 2 /
 // WORKGROUP (rounded up), QUADS = KEYS / 4 / LANES_ROW, LANES_ROW = SUBGROUP / 16, PLAIN, WORKGROUP, SUBGROUP, MEMORY;
-// parts: problem, lengths_*, rows_* as query, keys and values, row_halves_* as keys and values, adjust_*, flash_rows, store_* as out, finish, sink_*, lse_*.
+// parts: problem, lengths_*, rows_* as query, keys and values, row_halves_* and row_eights_* as keys and values, adjust_*, flash_rows, flash_units, store_* as out, finish, sink_*, lse_*.
 
-const TEAMS = WORKGROUP / SUBGROUP;
-const TILE_ROWS = 16u * TEAMS;
-const K_PIECES = 2u * K_MATRICES;                // vectors of eight halves in a row
-const V_PIECES = 2u * V_MATRICES;
-const K_STRIDE = K_PIECES + 1u;                  // in vectors of eight halves; odd, so that lanes share no bank
-const V_STRIDE = V_PIECES + 1u;
-const S_STRIDE = KEYS / 4u + 1u;                 // in vectors of four floats
 const V_AT = 16u * KEYS * K_STRIDE;              // bytes
 const S_AT = V_AT + 16u * KEYS * V_STRIDE;
 const FACTORS_AT = S_AT + 16u * TILE_ROWS * S_STRIDE;
 const FLAG_AT = FACTORS_AT + 4u * TILE_ROWS;
 const O_AT = select(FLAG_AT + 16u, 0u, V_AT >= 1024u * TEAMS);   // a matrix of outputs a subgroup: where the keys were, if that is enough
 
-alias Left = subgroup_matrix_left<f16, 16, 16>;
-alias Right = subgroup_matrix_right<f16, 16, 16>;
-alias Sums = subgroup_matrix_result<f32, 16, 16>;
-
 var<workgroup> memory: buffer<MEMORY>;           // the only variable: others would share its bytes
-
-fn halves(v: vec4<f32>) -> vec2<u32> {
-  let w = clamp(v, vec4<f32>(-65504.0), vec4<f32>(65504.0));
-  return vec2<u32>(pack2x16float(w.xy), pack2x16float(w.zw));
-}
-fn query_halves(at: u32, i: u32) -> vec2<u32> {
-  if (i >= WIDTH) { return vec2<u32>(); }
-  return halves(query_load(at, i) * query_scale());
-}
-fn k_vector(at: u32, piece: u32) -> vec4<u32> {
-  var v = vec4<u32>();
-  if (2u * piece < WIDTH) { v = vec4<u32>(keys_halves(at, 2u * piece), 0u, 0u); }
-  if (2u * piece + 1u < WIDTH) { v = vec4<u32>(v.xy, keys_halves(at, 2u * piece + 1u)); }
-  return v;
-}
-fn v_vector(at: u32, piece: u32, inside: bool) -> vec4<u32> {
-  var v = vec4<u32>();                           // beyond the keys there may be NaN, which a probability of 0 does not hide
-  if (inside && 2u * piece < VALUE_WIDTH) { v = vec4<u32>(values_halves(at, 2u * piece), 0u, 0u); }
-  if (inside && 2u * piece + 1u < VALUE_WIDTH) { v = vec4<u32>(v.xy, values_halves(at, 2u * piece + 1u)); }
-  return v;
-}
 
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>, @builtin(local_invocation_index) index: u32) {
@@ -101,7 +69,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   //@ unroll n in 0..K_LOADS
   let k_key$n = min((index + $nu * WORKGROUP) / K_PIECES, KEYS - 1u);
   let k_piece$n = (index + $nu * WORKGROUP) % K_PIECES;
-  var k$n = k_vector(k_at + min(seen.x + k_key$n, last) * params.k_row, k_piece$n);
+  var k$n = keys_eight(k_at + min(seen.x + k_key$n, last) * params.k_row, k_piece$n);
   //@ end
   //@ unroll n in 0..V_LOADS
   let v_key$n = min((index + $nu * WORKGROUP) / V_PIECES, KEYS - 1u);
@@ -120,7 +88,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let next = base + KEYS;
     if (next < seen.y) {                         // the next tile is loaded into registers while this one is used
       //@ unroll n in 0..K_LOADS
-      k$n = k_vector(k_at + min(next + k_key$n, last) * params.k_row, k_piece$n);
+      k$n = keys_eight(k_at + min(next + k_key$n, last) * params.k_row, k_piece$n);
       //@ end
       //@ unroll n in 0..V_LOADS
       v$n = v_vector(v_at + min(next + v_key$n, last) * params.v_row, v_piece$n, next + v_key$n < seen.y);

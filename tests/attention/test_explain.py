@@ -209,12 +209,16 @@ def test_matrix_units_on_paper(feature, memory):
         if flash_matrix.unsupported(profile, problem):
             assert "workgroup memory" in flash_matrix.unsupported(profile, problem)
             continue
-        shape, device = PATHS["flash_matrix"].shape(profile, problem), Paper()
-        with pytest.raises(Assembled):
-            flash_matrix.record(Recording(device), problem, None, shape)
-        assert device.source.workgroup_bytes == shape.workgroup_bytes(problem) <= memory
-        assert device.source.workgroup_size == shape.workgroup <= profile.max_invocations
-        assert {"f16", "subgroup", "matrix"} <= device.source.features
+        rows = {name: Rows(None, 9600, 4800, dim) for name, dim in zip(("query", "keys", "values", "out"), (*dims[:1] * 2, *dims[1:] * 2), strict=True)}
+        for ahead in (False, True):
+            shapes, device = flash_matrix.fitting(profile, problem, ahead=ahead), Paper()
+            assert shapes or ahead
+            for shape in shapes[:1]:
+                with pytest.raises(Assembled):
+                    flash_matrix.record(Recording(device), problem, Operands(**rows), shape)
+                assert device.source.workgroup_bytes == shape.workgroup_bytes(problem) <= memory
+                assert device.source.workgroup_size == shape.workgroup <= profile.max_invocations
+                assert {"f16", "subgroup", "matrix"} <= device.source.features
 
 
 class Assembled(Exception):

@@ -175,6 +175,12 @@ def rows_part(problem: Problem, name: str) -> Part:
     return stored.load_part(name, width, dim, f"params.{name[0]}_scales")
 
 
+def by_eights(problem: Problem, operands: Operands, name: str) -> bool:
+    """Whether rows of "keys" or "values" are f16 and begin at multiples of 16 bytes, so that eight channels can be a load."""
+    rows, dim = (operands.keys, problem.head_dim) if name == "keys" else (operands.values, problem.value_dim)
+    return problem.kv_dtype == "f16" and all(n % 8 == 0 for n in (dim, rows.batch, rows.head, rows.row))
+
+
 def beyond_limits(profile: DeviceProfile, problem: Problem) -> str | None:
     """What a dispatch for all KV heads and sequences exceeds on a device, in a sentence, or None."""
     limit = profile.max_workgroups

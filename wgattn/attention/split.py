@@ -120,7 +120,7 @@ def record(
     device = recording.device
     limit = device.profile.max_workgroups
     many = shape.splits > 1
-    wide = _wide(problem, operands)
+    wide = 2 if all(common.by_eights(problem, operands, name) for name in ("keys", "values")) else 1
     kernel = device.kernel(
         "attention/split",
         *common.base_parts(problem),
@@ -168,13 +168,6 @@ def _end_parts(problem: Problem, many: bool, onward: Onward | None) -> list[str 
         return ["attention/parts/split_many"]
     store, *finish = common.finish_parts(problem)
     return ["attention/parts/split_slice", *finish, onward.part] if onward else ["attention/parts/split_one", store, *finish]
-
-
-def _wide(problem: Problem, operands: Operands) -> int:
-    """vec4s of a row of keys or values that are loaded at once: 16 bytes where rows are f16 and begin at a multiple of that."""
-    rows = (operands.keys, operands.values)
-    numbers = (problem.head_dim, problem.value_dim, *(n for r in rows for n in (r.batch, r.head, r.row)))
-    return 2 if problem.kv_dtype == "f16" and all(n % 8 == 0 for n in numbers) else 1
 
 
 def _rows_parts(problem: Problem, name: str, wide: int) -> tuple[Part, ...]:
