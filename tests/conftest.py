@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import wgattn
-from tests.helpers import named_limit
+from tests.emulated_units import EmulatedUnits
+from tests.helpers import WideProfile, named_limit
 from tests.report import REFUSED
 from wgattn.errors import CapacityError, ModelNotFound, Unsupported
-from wgattn.gpu import Device, DeviceProfile, shader
+from wgattn.gpu import Device, shader
 from wgattn.llm.gguf import find_model
 
 
@@ -111,11 +112,13 @@ def units() -> Device:
     return found
 
 
-class WideProfile(DeviceProfile):
-    """Teams of many lanes where subgroups are too small for them: through workgroup memory."""
-
-    def team_part(self, lanes: int) -> str:
-        return "team_one" if lanes == 1 else "team_workgroup"
+@pytest.fixture(scope="session")
+def emulated_units() -> Device:
+    """The device with matrix units in software."""
+    made = EmulatedUnits(workgroup_memory=49152)
+    if not made.profile.f16:
+        pytest.skip(f"{made} has no f16, of which matrix units are made.")
+    return made
 
 
 def with_profile(limits: Mapping[str, int] | None = None, **changes: object) -> Device:

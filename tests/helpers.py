@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.report import NOT_AVAILABLE
-from wgattn.gpu import Device, Kernel, Recording, Tensor
+from wgattn.gpu import Device, DeviceProfile, Kernel, Recording, Tensor
 from wgattn.gpu.shader import Source
 
 POISON = {2: np.uint16(0x7EAD), 4: np.uint32(0x7FC0DEAD)}  # NaNs of f16 and f32 that no arithmetic gives
@@ -98,6 +98,13 @@ def dirty_workgroup_memory(device: Device) -> None:
     recording = Recording(device)
     recording.add(_dirt(device), (min(256, device.profile.max_workgroups),), {"seen": device.empty((64,), np.uint32)})
     recording.replay()
+
+
+class WideProfile(DeviceProfile):
+    """Teams of many lanes where subgroups are too small for them: through workgroup memory."""
+
+    def team_part(self, lanes: int) -> str:
+        return "team_one" if lanes == 1 else "team_workgroup"
 
 
 # ---- what a device lacks

@@ -11,6 +11,7 @@ import pytest
 from tests.helpers import assert_close, assert_untouched, dirty_workgroup_memory, poison, split_canary, with_canary
 from wgattn import reference
 from wgattn.attention import flash_matrix, gemm, matrices, unfused
+from wgattn.attention.flash_matrix import FlashMatrixShape
 from wgattn.attention.matrices import Matrices, rounds
 from wgattn.attention.paths import PATHS, PORTABLE_PATHS
 from wgattn.attention.problem import OPEN, Operands, Problem, Rows, packs_output
@@ -231,7 +232,7 @@ def check(device: Device, path: str, case: Case, inputs: Inputs, shape: object =
     """A path agrees with the reference."""
     expected, expected_lse = inputs.expected()
     found = solve(device, path, case, inputs, shape)
-    parameters = {"path": path, **case.parameters, **more}
+    parameters = {"path": path, **case.parameters, **({} if shape is None else {"shape": shape}), **more}
     exact = case.dtype == "f32" and path != "flash_matrix"
     bounds = {"max_error": 2e-5} if exact else {"max_error": 5e-3, "max_nmse": 5e-4}
     assert_close(found.out, expected, **bounds, **parameters)
@@ -263,7 +264,69 @@ def test_matrix_units_agree_with_the_reference(rng, units: Device, case: Case):
     shapes = flash_matrix.fitting(units.profile, problem_of(case))
     inputs = Inputs.of(case, rng)
     for shape in {shapes[0], shapes[rng.integers(len(shapes))]}:
-        check(units, "flash_matrix", case, inputs, shape, shape=shape)
+        check(units, "flash_matrix", case, inputs, shape)
+
+
+SMALL = tuple(
+    Case(S, T, D, Dv, B=1 + n % 2, Hkv=1 + n % 2, ratio=(1, 3, 2)[n % 3], dtype=("f32", "f16")[n // 2 % 2], **features)
+    for n, ((S, T, D, Dv), features) in enumerate(
+        zip(((33, 70, 16, 0), (18, 45, 24, 0), (5, 129, 7, 5), (20, 33, 16, 37), (40, 64, 8, 0), (17, 31, 40, 16)) * 2, FEATURES, strict=True)
+    )
+)
+"""Each of the features, for matrix units in software, where the time goes to compiling: by the number of matrices in a row."""
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_emulated_matrix_units_agree_with_the_reference(rng, emulated_units: Device, case: Case):
+    shapes = flash_matrix.fitting(emulated_units.profile, problem_of(case), eights=SMALL.index(case) % 3 > 0)
+    small = [s for s in shapes if s.keys == 16]
+    shape = small[SMALL.index(case) % len(small)]
+    check(emulated_units, "flash_matrix", case, Inputs.of(case, rng), shape)
+
+
+@pytest.mark.parametrize("case", SMALL[::3] + SMALL[11:], ids=str)
+def test_scores_ahead_of_outputs_agree_with_the_reference(rng, emulated_units: Device, case: Case):
+    small = [s for s in flash_matrix.fitting(emulated_units.profile, problem_of(case), ahead=True) if s.keys == 16]
+    shape = small[SMALL.index(case) % len(small)]
+    check(emulated_units, "flash_matrix", case, Inputs.of(case, rng), shape)
+
+
+def test_large_shapes_on_emulated_matrix_units(rng, emulated_units: Device):
+    """The first of those that fit, with outputs where the keys were, and beside them."""
+    wide, narrow = Case(150, 200, 32, is_causal=True), Case(70, 100, 8, 24, dtype="f16")
+    for case, shape in ((wide, FlashMatrixShape(8, 32, 32)), (wide, FlashMatrixShape(8, 32, 32, ahead=True)), (narrow, FlashMatrixShape(4, 16, 32))):
+        assert shape in flash_matrix.fitting(emulated_units.profile, problem_of(case), ahead=shape.ahead)
+        check(emulated_units, "flash_matrix", case, Inputs.of(case, rng), shape)
+
+
+def growing(rng: np.random.Generator) -> tuple[Case, Inputs]:
+    """Keys whose scores grow by 10 in log2 units with every 16 of them, for half of the rows; for the others by 1."""
+    case = Case(40, 96, 16)
+    inputs = Inputs.of(case, rng)
+    inputs.query *= 0.3
+    inputs.key *= 0.3
+    inputs.query[0, 0, :, 0] = np.where(np.arange(40) % 2, 4, 0.4)
+    inputs.key[0, 0, :, 0] += 7 * (np.arange(96) // 16)
+    return case, inputs
+
+
+def check_growing(units: Device, rng: np.random.Generator, ahead: bool = False) -> None:
+    case, inputs = growing(rng)
+    for shape in flash_matrix.fitting(units.profile, problem_of(case), ahead=ahead)[-3:]:
+        found = solve(units, "flash_matrix", case, inputs, shape)
+        assert_close(found.out, inputs.expected()[0], max_error=0.05, shape=shape)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_outputs_are_rescaled_where_scores_grow(rng, emulated_units: Device, ahead: bool):
+    check_growing(emulated_units, rng, ahead)
+
+
+def test_queries_that_see_no_key_or_one_tile(rng, emulated_units: Device):
+    """The loops of flash_matrix_ahead begin before the first tile and end behind the last."""
+    for ahead in (False, True):
+        for case in (Case(20, 0, 16), Case(20, 16, 16), Case(20, 17, 16), Case(40, 5, 16, is_causal=True), Case(33, 200, 16, B=3, lengths=True)):
+            check(emulated_units, "flash_matrix", case, Inputs.of(case, rng), FlashMatrixShape(2, 16, 32, ahead=ahead))
 
 
 @pytest.mark.slow

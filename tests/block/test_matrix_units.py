@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.block.test_linear import random_matrix
-from tests.helpers import nmse, poison, split_canary, with_canary
+from tests.helpers import assert_untouched, nmse, poison, split_canary, with_canary
 from wgattn import FusedMLP, reference
 from wgattn.block.arithmetic import resolve
 from wgattn.block.linear import Matrix, MatrixShape, choose_linear, half_fits, pad_vector, padded, record_linear
@@ -98,33 +98,72 @@ def test_half_is_exact_where_there_are_no_units(device: Device, rng, monkeypatch
     np.testing.assert_array_equal(exact, half)
 
 
+def check_projection(units: Device, rng: np.random.Generator, kind: str, rows: int, columns: int, tokens: int, count: int, output: str, shape: MatrixShape):
+    """Ragged in rows, columns and tokens, against float64; the output's other words stay."""
+    matrix = random_matrix(rng, rows, columns, kind)
+    x = poison((tokens, padded(columns)))
+    x[:count] = 0
+    x[:count, :columns] = rng.standard_normal((count, columns)) * 10.0 ** rng.uniform(-6, 6, (count, 1))
+    gamma, bias = rng.uniform(0.5, 2, columns).astype(np.float32), rng.standard_normal(rows).astype(np.float32)
+    stride = rows // 2 if output == "swiglu" else rows
+    before = rng.standard_normal((tokens, stride)).astype(np.float32) if output == "add" else poison((tokens, stride))
+    y, state, recording = with_canary(units, before), StepState(units, tokens), Recording(units)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("wgattn.block.linear.choose_linear", lambda *a, **k: shape)
+        record_linear(
+            recording, Matrix(units, matrix, 2), step=state.step, x=units.tensor(x), output=output, outputs={"y": y}, tokens=tokens,
+            y_stride=stride, gamma=units.tensor(pad_vector(gamma)), eps=1e-5, bias=units.tensor(bias), arithmetic="half",
+        )  # fmt: skip
+    assert shape.main in {d.kernel.source.name for d in recording}
+    state.write(0, [0] * count)
+    recording.replay()
+    after, canary = split_canary(y, (tokens, stride))
+    case = {"kind": kind, "rows": rows, "columns": columns, "tokens": tokens, "output": output, "shape": shape}
+    want = reference.linear(reference.rms_norm(x[:count, :columns], gamma, 1e-5), matrix.dequantize(), bias)
+    if output == "swiglu":
+        want = reference.silu(want[:, ::2]) * want[:, 1::2]
+    if output == "add":
+        want = before[:count] + want
+    assert nmse(after[:count], want) < 1e-6, case
+    np.testing.assert_array_equal(after[count:].view(np.uint32), before[count:].view(np.uint32))
+    assert_untouched(canary, **case)
+
+
+CASES = ((130, 256, 70, 70, "store"), (67, 512, 40, 33, "store"), (256, 768, 200, 129, "swiglu"), (700, 256, 300, 300, "add"))
+"""Rows, columns, tokens, those that count, and what ends the kernel."""
+SMALL_CASES = ((67, 256, 40, 33, "store"), (70, 512, 24, 20, "swiglu"), (40, 256, 70, 66, "add"))
+TILES = ((128, 128, 64, 64, 32), (64, 64, 32, 32, 64), (64, 64, 32, 32, 32))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", FORMATS)
 def test_results_on_matrix_units(units: Device, rng, kind):
-    """Every format, tile and output, ragged in rows, columns and tokens, against float64; the output's other words stay."""
-    cases = ((130, 256, 70, 70, "store"), (67, 512, 40, 33, "store"), (256, 768, 200, 129, "swiglu"), (700, 256, 300, 300, "add"))
-    for rows, columns, tokens, count, output in cases:
-        for sizes in ((128, 128, 64, 64, 32), (64, 64, 32, 32, 64), (64, 64, 32, 32, 32)):
-            matrix, shape = random_matrix(rng, rows, columns, kind), MatrixShape(*sizes, units.profile.subgroup_size)
-            x = poison((tokens, padded(columns)))
-            x[:count, :columns] = rng.standard_normal((count, columns)) * 10.0 ** rng.uniform(-6, 6, (count, 1))
-            gamma, bias = rng.uniform(0.5, 2, columns).astype(np.float32), rng.standard_normal(rows).astype(np.float32)
-            stride = rows // 2 if output == "swiglu" else rows
-            before = rng.standard_normal((tokens, stride)).astype(np.float32) if output == "add" else poison((tokens, stride))
-            y, state, recording = with_canary(units, before), StepState(units, tokens), Recording(units)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("wgattn.block.linear.choose_linear", lambda *a, shape=shape, **k: shape)
-                record_linear(
-                    recording, Matrix(units, matrix, 2), step=state.step, x=units.tensor(x), output=output, outputs={"y": y}, tokens=tokens,
-                    y_stride=stride, gamma=units.tensor(pad_vector(gamma)), eps=1e-5, bias=units.tensor(bias), arithmetic="half",
-                )  # fmt: skip
-            state.write(0, [0] * count)
-            recording.replay()
-            after, _ = split_canary(y, (tokens, stride))
-            want = reference.linear(reference.rms_norm(x[:count, :columns], gamma, 1e-5), matrix.dequantize(), bias)
-            if output == "swiglu":
-                want = reference.silu(want[:, ::2]) * want[:, 1::2]
-            if output == "add":
-                want = before[:count] + want
-            assert nmse(after[:count], want) < 1e-6, (kind, rows, columns, tokens, output, sizes)
-            np.testing.assert_array_equal(after[count:].view(np.uint32), before[count:].view(np.uint32))
+    """Every format, tile and output."""
+    for case in CASES:
+        for sizes in TILES:
+            check_projection(units, rng, kind, *case, MatrixShape(*sizes, units.profile.subgroup_size))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_results_on_emulated_units(emulated_units: Device, rng, kind):
+    """Every format, and by turns every output."""
+    case = SMALL_CASES[list(FORMATS).index(kind) % len(SMALL_CASES)]
+    check_projection(emulated_units, rng, kind, *case, MatrixShape(*TILES[2], 32))
+
+
+@pytest.mark.parametrize("columns", [48, 100])
+def test_columns_that_are_no_whole_step(emulated_units: Device, rng, columns):
+    check_projection(emulated_units, rng, "F16", 67, columns, 40, 33, "store", MatrixShape(*TILES[2], 32))
+
+
+@pytest.mark.parametrize("fetch", [0, 1, 2])
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_buffers_and_when_they_are_fetched(emulated_units: Device, rng, buffers, fetch):
+    """Both parities of the number of steps."""
+    for columns in (64, 96, 160):
+        check_projection(emulated_units, rng, "F16", 67, columns, 40, 33, "store", MatrixShape(*TILES[2], 32, buffers, fetch))
+
+
+@pytest.mark.parametrize("sizes", TILES[:2])
+def test_tiles_on_emulated_units(emulated_units: Device, rng, sizes):
+    check_projection(emulated_units, rng, "Q4_0", 150, 256, 140, 133, "store", MatrixShape(*sizes, 32))
