@@ -108,12 +108,10 @@ def check_projection(units: Device, rng: np.random.Generator, kind: str, rows: i
     stride = rows // 2 if output == "swiglu" else rows
     before = rng.standard_normal((tokens, stride)).astype(np.float32) if output == "add" else poison((tokens, stride))
     y, state, recording = with_canary(units, before), StepState(units, tokens), Recording(units)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("wgattn.block.linear.choose_linear", lambda *a, **k: shape)
-        record_linear(
-            recording, Matrix(units, matrix, 2), step=state.step, x=units.tensor(x), output=output, outputs={"y": y}, tokens=tokens,
-            y_stride=stride, gamma=units.tensor(pad_vector(gamma)), eps=1e-5, bias=units.tensor(bias), arithmetic="half",
-        )  # fmt: skip
+    record_linear(
+        recording, Matrix(units, matrix, 2), step=state.step, x=units.tensor(x), output=output, outputs={"y": y}, tokens=tokens,
+        y_stride=stride, gamma=units.tensor(pad_vector(gamma)), eps=1e-5, bias=units.tensor(bias), arithmetic="half", shape=shape,
+    )  # fmt: skip
     assert shape.main in {d.kernel.source.name for d in recording}
     state.write(0, [0] * count)
     recording.replay()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -168,6 +169,23 @@ _MATRIX_TILES = ((128, 128, 64, 64, 32), (64, 64, 32, 32, 64), (64, 64, 32, 32, 
 """Tokens, rows, those of a subgroup, and columns of tiles on matrix units: the largest first, which need the fewest loads."""
 
 
+_OTHER_MATRIX_TILES = (
+    (128, 128, 64, 32, 32),
+    (128, 128, 32, 64, 32),
+    (256, 128, 64, 64, 32),
+    (128, 256, 64, 64, 32),
+    (128, 128, 64, 64, 64),
+    (128, 64, 64, 32, 32),
+)
+"""The same of those that are only measured."""
+
+
+def matrix_candidates(profile: DeviceProfile) -> list[MatrixShape]:
+    """All shapes on matrix units that fit a device, for measuring."""
+    sizes = itertools.product(_MATRIX_TILES + _OTHER_MATRIX_TILES, (1, 2), (1, 0, 2))
+    return [s for s in (MatrixShape(*tile, profile.subgroup_size, buffers, fetch) for tile, buffers, fetch in sizes) if s.fits(profile)]
+
+
 def _matrix_tiles(profile: DeviceProfile) -> list[MatrixShape]:
     tiles = [MatrixShape(*sizes, profile.subgroup_size) for sizes in _MATRIX_TILES]
     return [t for t in tiles if t.fits(profile)]
@@ -205,6 +223,7 @@ def record_linear(
     group_rows: int = 0,
     arithmetic: str = "exact",
     label: str = "",
+    shape: LinearShape | TileShape | VectorShape | MatrixShape | None = None,
 ) -> None:
     """Append y = output(W . norm(x)) to a recording: one dispatch a piece of the matrix.
 
@@ -218,13 +237,14 @@ def record_linear(
         group_rows: rows that one workgroup computes, where it goes on with them; pieces are multiples of that. With `head_gamma` it is a head's.
         arithmetic: "exact"; "int8" for a quantised matrix: activations are rounded too; "half" where `half_fits`: both become f16. For many
             tokens these take one more dispatch, which rounds x.
+        shape: None: what `choose_linear` chooses for the device.
     """
     device = recording.device
     if head_gamma is not None:
         group_rows = (options or {})["HEAD_DIM"]
     if group_rows and arithmetic == "half":
         arithmetic = "exact"  # its tiles are not whole groups
-    shape = choose_linear(device.profile, matrix.rows, matrix.columns, tokens, group_rows, arithmetic, matrix.format)
+    shape = shape or choose_linear(device.profile, matrix.rows, matrix.columns, tokens, group_rows, arithmetic, matrix.format)
     vector = isinstance(shape, VectorShape)
     if isinstance(x, Stream) and not vector:
         x = x.settle(recording)
