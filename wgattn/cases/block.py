@@ -236,5 +236,5 @@ _ATTENTION_AXES = {
 _IN_ATTENTION = {"rows": ("layer",), "numbers": ("rope", "prompt")}
 ATTENTION = Family("attention half", _ATTENTION_AXES, _attention, **_IN_ATTENTION)
 UNFUSED_ATTENTION = Family("attention half", _ATTENTION_AXES | {"layer": ("unfused",), "weights": _FEW_WEIGHTS}, _attention, **_IN_ATTENTION)
-SMALL_LAYERS = Family("small layers", {"weights": WEIGHTS, "kv_dtype": tuple(KV_FORMATS), "bias": (False, True)}, _small_layers, rows=("weights",))
+SMALL_LAYERS = Family("small layers", {"weights": WEIGHTS, "kv_dtype": tuple(KV_FORMATS), "bias": (False, True)}, _small_layers)
 FAMILIES = (NORM, ROPE, MLP, UNFUSED_MLP, LARGE_MLP, MATRIX_UNITS, ATTENTION, UNFUSED_ATTENTION, SMALL_LAYERS)
