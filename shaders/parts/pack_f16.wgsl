@@ -9,7 +9,10 @@ var<storage, read_write> packed: array<u32>;     // (count) f16
 
 override WORKGROUP: u32 = 64;
 
-fn value_at(i: u32) -> f32 { return select(0.0, clamp(values[min(i, params.count - 1u)], -65504.0, 65504.0), i < params.count); }
+fn value_at(i: u32) -> f32 {
+  let v = values[min(i, params.count - 1u)];
+  return select(0.0, select(v, clamp(v, -65504.0, 65504.0), abs(v) > 65504.0), i < params.count);   // NaN stays
+}
 
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>, @builtin(local_invocation_index) index: u32) {

@@ -747,6 +747,28 @@ def test_repeats_are_identical(device, rng, path):
         assert np.array_equal(sdpa(q, k, v, mask, is_causal=True, path=path).numpy(), first)
 
 
+@every_path
+def test_nan_is_seen_in_f16(device, rng, path):
+    """Outputs of a multiple of 4 channels, and others, which a dispatch of its own packs."""
+    for D in (20, 21):
+        q, k, v = (rng.standard_normal((1, 2, n, D)).astype(F16) for n in (9, 30, 30))
+        q[0, 1, 7, 5] = np.nan
+        out = sdpa(*(device.tensor(a) for a in (q, k, v)), path=path).numpy()
+        sees = np.zeros((1, 2, 9, 1), bool)
+        sees[0, 1, 7] = True
+        np.testing.assert_array_equal(np.isnan(out), np.broadcast_to(sees, out.shape))
+
+
+@pytest.mark.parametrize("head_dim", [16, 18])
+def test_nan_stays_in_a_cache_of_f16(device, rng, head_dim):
+    pipe = wgattn.AttentionPipeline(2, 2, head_dim, kv_dtype="f16", capacity=16, device=device)
+    q, k, v = (rng.standard_normal((1, 9, 2, head_dim)).astype(F32) for _ in range(3))
+    k[0, 4, 1, 3] = v[0, 5, 0, 2] = np.nan
+    pipe.prefill(q, k, v)
+    assert np.argwhere(np.isnan(pipe.cache.k(9))).tolist() == [[1, 4, 3]]
+    assert np.argwhere(np.isnan(pipe.cache.v(9))).tolist() == [[0, 5, 2]]
+
+
 def test_nan_is_seen_across_splits_and_sets(devices, rng):
     """One NaN in a key of one split, and in one of the sets that are merged."""
     device = devices["gpu_shape"]

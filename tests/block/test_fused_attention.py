@@ -636,3 +636,14 @@ def test_bug_23_a_hundred_repeats_are_equal(rng):
         block.reset()
         np.testing.assert_array_equal(block.prefill(x), first[0])
         np.testing.assert_array_equal(block.decode(x[:1]), first[1])
+
+
+def test_nan_stays_in_a_cache_of_f16(device, rng):
+    """A bias that is NaN makes one channel of all keys NaN, and is not written as a number."""
+    weights = {"norm": np.ones(32)} | {name: rng.standard_normal((32, 32)) for name in ("wq", "wk", "wv", "wo")} | {"bk": np.zeros(32)}
+    weights["bk"][17] = np.nan
+    block = wgattn.FusedAttention(weights, num_heads=2, num_kv_heads=2, head_dim=16, kv_dtype="f16", capacity=8, device=device)
+    block.prefill(rng.standard_normal((3, 32)).astype(np.float32))
+    nan = np.isnan(block.cache.k())
+    assert nan[1, :, 1].all()
+    assert nan.sum() == 3
