@@ -157,7 +157,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
     //@ unroll v in 0..QUADS
     {
-      let p = select(vec4<f32>(), exp2(x$v - reference), x$v > vec4<f32>(LOWEST));
+      let p = select(exp2(x$v - reference), vec4<f32>(), x$v <= vec4<f32>(LOWEST));
       sum += dot(p, vec4<f32>(1.0));
       p_pairs[own * P_STRIDE * 2u + part * QUADS + $vu] = vec2<u32>(pack2x16float(p.xy), pack2x16float(p.zw));
     }
@@ -176,7 +176,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     if (first_row + r < flash_count() && c < VALUE_WIDTH) {
       let factor = factors[r];
       let at = flash_output(b, flash_row(b, group.y, first_row + r));
-      out_store(at, c, select(vec4<f32>(), s_vectors[team * O_STRIDE + n] * factor, factor > 0.0));
+      out_store(at, c, select(s_vectors[team * O_STRIDE + n] * factor, vec4<f32>(), factor <= 0.0));
     }
   }
   workgroupBarrier();

@@ -322,6 +322,26 @@ def test_outputs_are_rescaled_where_scores_grow(rng, emulated_units: Device, ahe
     check_growing(emulated_units, rng, ahead)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("dtype", ["f32", "f16"])
+def test_nan_is_seen_by_matrix_units(rng, emulated_units: Device, dtype: str, ahead: bool):
+    """It makes the rows NaN that see it, and no other; their lse too. Keys and queries are rounded on the way."""
+    for where in ("query", "key", "mask"):
+        case = Case(20, 50, 16, Hkv=2, dtype=dtype, is_causal=True, mask="f32 S" if where == "mask" else "")
+        inputs = Inputs.of(case, rng)
+        sees = np.zeros((1, 2, 20), bool)
+        if where == "query":
+            inputs.query[0, 1, 7, 5], sees[0, 1, 7] = np.nan, True
+        elif where == "key":
+            inputs.key[0, 1, 33, 5], sees[0, 1, 3:] = np.nan, True  # bottom-right: query i sees keys up to i + 30
+        else:
+            inputs.options["attn_mask"] = np.zeros((1, 1, 20, 50), np.float32)
+            inputs.options["attn_mask"][0, 0, 7, 33], sees[0, :, 7] = np.nan, True
+        found = solve(emulated_units, "flash_matrix", case, inputs, FlashMatrixShape(2, 16, 32, ahead=ahead))
+        np.testing.assert_array_equal(np.isnan(found.out), np.broadcast_to(sees[..., None], found.out.shape), err_msg=where)
+        np.testing.assert_array_equal(np.isnan(found.lse), sees, err_msg=where)
+
+
 def test_queries_that_see_no_key_or_one_tile(rng, emulated_units: Device):
     """The loops of flash_matrix_ahead begin before the first tile and end behind the last."""
     for ahead in (False, True):

@@ -13,7 +13,7 @@ alias Right = subgroup_matrix_right<f16, 16, 16>;
 alias Sums = subgroup_matrix_result<f32, 16, 16>;
 
 fn halves(v: vec4<f32>) -> vec2<u32> {
-  let w = clamp(v, vec4<f32>(-65504.0), vec4<f32>(65504.0));
+  let w = select(v, clamp(v, vec4<f32>(-65504.0), vec4<f32>(65504.0)), abs(v) > vec4<f32>(65504.0));   // NaN stays
   return vec2<u32>(pack2x16float(w.xy), pack2x16float(w.zw));
 }
 fn query_halves(at: u32, i: u32) -> vec2<u32> {
