@@ -14,6 +14,7 @@ from wgattn.block.linear import LinearShape, Matrix, choose_linear, pad_vector, 
 from wgattn.block.prepared import record_int8
 from wgattn.block.quant import FORMATS, QuantizedTensor
 from wgattn.block.tiles import Int8TileShape, TileShape, choose_tile
+from wgattn.errors import CapacityError
 from wgattn.gpu import Device, Recording, StepState
 from wgattn.gpu.shader import assemble
 
@@ -27,6 +28,9 @@ def force(monkeypatch, devices):
     """force(tile) gives a device for which no other tile is chosen."""
 
     def forced(tile: TileShape) -> Device:
+        profile = devices["gpu_shape"].profile
+        if tile.workgroup_bytes > profile.workgroup_memory:
+            raise CapacityError(f"{tile} needs {tile.workgroup_bytes} bytes of workgroup memory; {profile.name} has {profile.workgroup_memory}.")
         monkeypatch.setattr(tiles, "_INT8_TILES" if isinstance(tile, Int8TileShape) else "_TILES", (tile,))
         assert choose_linear(devices["gpu_shape"].profile, 5, 96, 16, arithmetic="int8" if isinstance(tile, Int8TileShape) else "exact") is tile
         return devices["gpu_shape"]
