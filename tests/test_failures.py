@@ -251,7 +251,7 @@ def test_a_kernel_that_does_not_compile_today(rng, monkeypatch):
         patched.setattr(type(device.backend), "create_module", fail)
         with pytest.raises(DeviceError, match=r"could not compile attention/.*injected"):
             pipe.prefill(*history.draw(2), mask)
-    assert len(attempts) == 2
+    assert len(attempts) >= 2
     history.check_state()
     history.check(2, mask)
 

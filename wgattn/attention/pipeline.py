@@ -127,6 +127,7 @@ class AttentionPipeline:
             cache.record_append(recording, step=given.step, keys=given["new_keys"], values=given["new_values"], rows=1, dtype="f32")
             PATHS[self._choose(bounded)].record(recording, bounded, operands)
             decode.append((limit, recording))
+        device.compile(dispatch.kernel for _, recording in decode for dispatch in recording)
         self.cache, self._input, self._out, self._readback, self._decode = cache, given, out, readback, decode
 
     @property

@@ -50,6 +50,7 @@ class Steps:
         self._readback = Readback(self._out)
         state = self._state(self._input.step, self._input["x"], self._input["residual"] if self._takes_residual else None, y)
         self._decode = [(limit, self._recorded(state, 1, limit)) for limit in self._limits]
+        self.device.compile(dispatch.kernel for _, recording in self._decode for dispatch in recording)
         return self
 
     def _state(self, step: Any, x: Any, residual: Any, y: Tensor) -> dict[str, Any]:
@@ -116,7 +117,7 @@ class Steps:
             device, step = self.device, StepState(self.device)
             x, y, residual = (device.empty((self.chunk, padded(self.width))) if wanted else None for wanted in (True, True, self._takes_residual))
             state = self._state(step.step, x, residual, y)
-            self._chunk = step, state, self._recorded(state, self.chunk, 2**32)
+            self._chunk = step, state, self._recorded(state, self.chunk, 2**32).compile()
         return self._chunk
 
     def _bring(self, target: Tensor, source: Array | None, first: int, count: int) -> list[Copy]:

@@ -6,7 +6,9 @@ import json
 import math
 import time
 import zlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,8 +19,9 @@ from rich.text import Text
 
 from ..cases import FAMILIES
 from ..cases.family import Choice, Difference, Family, compare
-from ..errors import CapacityError, Unsupported
+from ..errors import CapacityError, Unsupported, WgattnError
 from ..gpu import Device, Kernel
+from ..gpu.paper import PaperDevice
 from .console import progress, say
 
 _POISON = np.uint32(0x7FC07FC0)
@@ -83,6 +86,18 @@ def rows_of(family: Family) -> list[tuple[str, list[Choice]]]:
     return list(found.items())
 
 
+def compile_ahead(device: PoisonedDevice, jobs: Iterable[tuple[Family, str, list[Choice]]]) -> None:
+    """Compile what these rows use, several kernels at once; the rows themselves ask for one after the other. What does not compile fails there."""
+    paper = PaperDevice(device.profile)
+    rng = np.random.default_rng(0)
+    for family, _, choices in jobs:
+        for choice in choices:
+            with suppress(Exception):  # it will come up in the row
+                deque(family.run(paper, rng, **choice), maxlen=0)
+    with suppress(WgattnError):
+        device.compile(paper.kernels_on(device))
+
+
 def run_row(device: PoisonedDevice, family: Family, name: str, choices: list[Choice], seed: int) -> Row:
     """Run a row's cases; nothing that goes wrong in one of them is raised."""
     row, worst = Row(name), 0.0
@@ -122,6 +137,8 @@ def run(device: PoisonedDevice, *, seed: int | None, as_json: bool, only: str | 
     live = console.is_terminal and not as_json
     begin = time.perf_counter()
     rows: list[Row] = []
+    if not live:
+        compile_ahead(device, jobs)
     for row in _with_progress(device, jobs, seed) if live else (run_row(device, *job, seed) for job in jobs):
         rows.append(row)
         if not live and not as_json:
@@ -143,8 +160,15 @@ def run(device: PoisonedDevice, *, seed: int | None, as_json: bool, only: str | 
 
 
 def _with_progress(device: PoisonedDevice, jobs: list[tuple], seed: int) -> Iterator[Row]:
+<<<<<<< HEAD
     with progress(Console(stderr=True)) as bar:
         task = bar.add_task("", total=len(jobs))
+=======
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed} of {task.total}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("compiling", total=len(jobs))
+        compile_ahead(device, jobs)
+>>>>>>> 585baac (wip)
         for job in jobs:
             bar.update(task, description=job[1])
             yield run_row(device, *job, seed)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 from weakref import WeakValueDictionary
@@ -15,7 +16,7 @@ import numpy as np
 from ..errors import CapacityError, DeviceError
 from . import webgpu
 from .guard import Guard, Usable
-from .kernel import Kernel
+from .kernel import Kernel, Layouts, compile_all
 from .limits import lowered, stricter
 from .profile import DeviceProfile, describe_limits, measure_subgroup_size
 from .shader import Option, Part, Source, assemble
@@ -52,6 +53,7 @@ class Device(Usable, Store):
             raise DeviceError(f"{webgpu.describe(self.adapter)} refuses to open a device: {error}") from error
         self.uses = threading.RLock()
         self._kernels: dict[tuple, Kernel] = {}
+        self._layouts: dict[tuple[str, ...], Layouts] = {}
         self._uniforms: WeakValueDictionary[bytes, Any] = WeakValueDictionary()
 
     @cached_property
@@ -75,9 +77,9 @@ class Device(Usable, Store):
 
     # ---- using the backend
 
-    def guard(self, doing: str) -> Guard:
+    def guard(self, doing: str, lock: Any = None) -> Guard:
         """What every use of `gpu` happens in: see there."""
-        return Guard(self, doing)
+        return Guard(self, doing, lock)
 
     @contextmanager
     def commands(self) -> Iterator[Any]:
@@ -143,8 +145,31 @@ class Device(Usable, Store):
             self._kernels.setdefault(key, self._made_kernel(key, lambda: assemble(main, parts, options, self.backend.directives)))
         return self._kernels[key]
 
+    def take(self, key: tuple, source: Source) -> Kernel:
+        """The kernel of that key, made of a source that was assembled without directives if there is none yet."""
+        if key not in self._kernels:
+            self._kernels.setdefault(key, self._made_kernel(key, lambda: replace(source, text=source.under(self.backend.directives))))
+        return self._kernels[key]
+
     def _made_kernel(self, key: tuple, source: Callable[[], Source]) -> Kernel:
         return Kernel(self, source())
+
+    def compile(self, kernels: Iterable[Kernel]) -> None:
+        """Make the pipelines of kernels that have none yet, several at once where the backend can. All are tried, whether or not others compile.
+
+        Raises DeviceError or CapacityError, the first kernel's that cannot be compiled. Ctrl-C ends it between two kernels.
+        """
+        compile_all(self, [k for k in dict.fromkeys(kernels) if not k.compiled])
+
+    def layouts(self, kinds: tuple[str, ...]) -> Layouts:
+        """The layouts of buffers of these binding types, by their binding numbers; kernels share them."""
+        found = self._layouts.get(kinds)
+        if found is None:
+            entries = [{"binding": i, "visibility": self.api.ShaderStage.COMPUTE, "buffer": {"type": kind}} for i, kind in enumerate(kinds)]
+            with self.guard(f"make a layout of {len(kinds)} buffers"):
+                group = self.gpu.create_bind_group_layout(entries=entries)
+                found = self._layouts.setdefault(kinds, Layouts(group, self.gpu.create_pipeline_layout(bind_group_layouts=[group])))
+        return found
 
     def wait(self) -> None:
         """Return when all submitted work is done."""

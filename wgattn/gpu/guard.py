@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 _AFRESH = "Make a new Device, and what was on it anew."
-_PATIENCE = 0.05
+PATIENCE = 0.05
 """Seconds after which a thread that waits for others looks for Ctrl-C."""
 
 
@@ -110,7 +110,7 @@ class Locked(Held):
     def __enter__(self) -> None:
         super().__enter__()
         try:
-            while not self._lock.acquire(timeout=_PATIENCE):
+            while not self._lock.acquire(timeout=PATIENCE):
                 let_interrupt_in()
         except BaseException:
             super().__exit__(None, None, None)
@@ -150,14 +150,15 @@ def in_turn(method: F) -> F:
 class Guard(Locked):
     """Around one use of the backend, `doing` something: the errors of the backend come out as ours. May be nested.
 
-    One thread at a time, as Dawn wants it; waits for results are not in here.
+    One thread at a time, as Dawn wants it; waits for results are not in here. `lock`: another than the device's, for what the backend can do beside
+    all else; whoever holds it must not ask for the device's.
 
     Raises:
         CapacityError: memory ran out. DeviceError: the backend failed, the device is lost, or this process is a fork.
     """
 
-    def __init__(self, device: Device, doing: str):
-        super().__init__(device.uses)
+    def __init__(self, device: Device, doing: str, lock: Any = None):
+        super().__init__(device.uses if lock is None else lock)
         self._errors = Errors(device, doing)
 
     def __enter__(self) -> None:

@@ -64,7 +64,7 @@ class PaperDevice(Device):
     def __repr__(self) -> str:
         return f"PaperDevice({self.name!r})"
 
-    def guard(self, doing: str) -> AbstractContextManager:
+    def guard(self, doing: str, lock: Any = None) -> AbstractContextManager:
         return nullcontext()  # nothing can fail
 
     def buffer(self, nbytes: int, *, uniform: bool = False) -> Any:
@@ -77,6 +77,10 @@ class PaperDevice(Device):
 
     def read(self, buffer: Any, dtype: Any, count: int, offset: int = 0) -> np.ndarray:
         return np.zeros(count, dtype)
+
+    def kernels_on(self, device: Device) -> list[Kernel]:
+        """The kernels that were asked for here, on a device with this profile; nothing is compiled."""
+        return [device.take(key, kernel.source) for key, kernel in self._kernels.items()]
 
     @property
     def sources(self) -> list[Source]:
@@ -91,7 +95,7 @@ class PaperDevice(Device):
 class _PaperKernel(Kernel):
     """A kernel that is checked against the profile and never compiled."""
 
-    pipeline = None
+    pipeline, compiled = None, True
 
     def bind(self, buffers: Mapping[str, Any]) -> None:
         self.check_names(buffers)

@@ -27,7 +27,6 @@ class Dispatch:
 
     label: str
     kernel: Kernel
-    pipeline: Any
     bindings: Any
     groups: tuple[int, int, int]
     nbytes: Mapping[str, int]
@@ -37,9 +36,14 @@ class Dispatch:
     bound: Mapping[str, Any] = field(default_factory=dict)
     """Kept for the uniform buffers among them, which are shared as long as somebody holds them."""
 
+    @property
+    def pipeline(self) -> Any:
+        return self.kernel.pipeline
+
 
 class Recording:
-    """An ordered list of dispatches. `add` builds, `replay` only encodes and submits: one compute pass, one submit (more where drivers would end it).
+    """An ordered list of dispatches. `add` builds, `compile` makes the pipelines, several at once, and `replay` only encodes and submits: one compute
+    pass, one submit (more where drivers would end it). A replay of what is not compiled begins with that.
 
     What changes between replays lives in buffers that the dispatches read, never in the list.
     """
@@ -78,7 +82,7 @@ class Recording:
         if params is not None:
             bound["params"] = self.device.uniform(kernel.pack(params))
         nbytes = {name: _nbytes(b) for name, b in bound.items()}
-        self.dispatches.append(Dispatch(label or kernel.source.name, kernel, kernel.pipeline, kernel.bind(bound), (x, y, z), nbytes, operations, bound))
+        self.dispatches.append(Dispatch(label or kernel.source.name, kernel, kernel.bind(bound), (x, y, z), nbytes, operations, bound))
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> Tensor:
         """Memory for what one dispatch leaves to a later one: the same for every caller of that name and size, since dispatches run in order."""
@@ -99,6 +103,13 @@ class Recording:
             total += d.operations
         return parts
 
+    def compile(self) -> Recording:
+        """Make the pipelines that are not made yet (see `Device.compile`), and what else a replay needs; returns the recording."""
+        if self._called != len(self.dispatches):
+            self.device.compile(d.kernel for d in self.dispatches)
+            self._prepared()
+        return self
+
     def _prepared(self) -> list[Any]:
         """What the backend encodes for each submit, made once."""
         if self._called != len(self.dispatches):
@@ -116,7 +127,7 @@ class Recording:
 
         `copies` go before, and `readback` then receives its tensor's contents, in the same submits.
         """
-        parts = self._prepared()
+        parts = self.compile()._prepared()
         runs = [parts * times] if len(parts) <= 1 else [[part] for part in parts * times]
         for i, run in enumerate(runs):
             with self.device.commands() as encoder:

@@ -36,6 +36,8 @@ class Backend:
     name = "wgpu"
     package = "wgpu"
     subgroup_feature = "subgroup"
+    compiles_in_threads = True
+    """Whether several threads may compile at once; else promises of pipelines are kept side by side."""
     directives: Mapping[str, str] = {"f16": "enable f16;"}  # naga knows subgroups without a directive, and refuses the line
 
     def __init__(self) -> None:
@@ -127,10 +129,10 @@ class Backend:
             set_bindings(handle, 0, bindings, 0, null)
             dispatch(handle, x, y, z)
 
-    def wait(self, promise: Any) -> None:
-        """Until a promise is kept. Callbacks come from a thread of wgpu-py's; Ctrl-C may end the wait."""
+    def wait(self, promise: Any) -> Any:
+        """What was promised, when it is kept. Callbacks come from a thread of wgpu-py's; Ctrl-C may end the wait."""
         with Waiting():
-            promise.sync_wait()
+            return promise.sync_wait()
 
     def is_lost(self, device: Any) -> bool:
         """Whether nothing can be made on the device any more, because the adapter has gone or it was destroyed."""
@@ -159,6 +161,7 @@ class DawnBackend(Backend):
     name = "dawn"
     package = "wgpudawn"
     subgroup_feature = "subgroups"
+    compiles_in_threads = False
     directives: Mapping[str, str] = {
         "f16": "enable f16;",
         "subgroup": "enable subgroups;",
@@ -184,10 +187,10 @@ class DawnBackend(Backend):
     def create_module(self, device: Any, text: str, label: str, checked: bool) -> Any:
         return device.create_shader_module(label=label, code=text)
 
-    def wait(self, promise: Any) -> None:
+    def wait(self, promise: Any) -> Any:
         """As there, to its end: callbacks come in this thread, and a KeyboardInterrupt in one of them would be lost, and the promise with it."""
         with Held():
-            promise.sync_wait()
+            return promise.sync_wait()
 
     def timestamp_period(self, device: Any) -> float:
         return 1.0  # Dawn converts ticks to nanoseconds itself

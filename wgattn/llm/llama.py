@@ -169,6 +169,8 @@ class Llama:
         self._decode = [(limit, self._recording(1, limit, output=True)) for limit in limits]
         self._head = self._output(Recording(device), self._scratch["h"])
         self._loop = DecodeLoop(device, self._decode, self.logits, self._state)
+        recordings = [self._prefill, *(recording for _, recording in self._decode), self._head, self._loop.argmax, self._loop.sample]
+        device.compile(dispatch.kernel for recording in recordings for dispatch in recording)
 
     def _recording(self, tokens: int, length: int, output: bool) -> Recording:
         c, recording = self.config, Recording(self.device)
