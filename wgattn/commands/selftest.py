@@ -160,15 +160,9 @@ def run(device: PoisonedDevice, *, seed: int | None, as_json: bool, only: str | 
 
 
 def _with_progress(device: PoisonedDevice, jobs: list[tuple], seed: int) -> Iterator[Row]:
-<<<<<<< HEAD
     with progress(Console(stderr=True)) as bar:
-        task = bar.add_task("", total=len(jobs))
-=======
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed} of {task.total}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("compiling", total=len(jobs))
         compile_ahead(device, jobs)
->>>>>>> 585baac (wip)
         for job in jobs:
             bar.update(task, description=job[1])
             yield run_row(device, *job, seed)

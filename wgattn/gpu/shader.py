@@ -92,7 +92,12 @@ _STRUCT = re.compile(r"^struct Params \{([^}]*)\}", re.M)
 _MEMBER = re.compile(r"(\w+)\s*:\s*(\w+)")
 _UNROLL = re.compile(r"^[ \t]*//@ unroll (\w+) in 0\.\.(\w+)\n(.*?)^[ \t]*//@ end\n", re.M | re.S)
 
-_FEATURES = {"f16": r"\bf16\b", "subgroup": r"\bsubgroup[A-Z_]\w*", "matrix": r"\bsubgroup_matrix_\w+"}
+_FEATURES = {
+    "f16": ("f16", re.compile(r"\bf16\b")),
+    "subgroup": ("subgroup", re.compile(r"\bsubgroup[A-Z_]\w*")),
+    "matrix": ("subgroup_matrix_", re.compile(r"\bsubgroup_matrix_\w+")),
+}
+"""By feature: a text that is quickly looked for, and what it must be part of."""
 _BINDING_TYPE = {"uniform": "uniform", "storage, read": "read-only-storage", "storage, read_write": "storage"}
 _SCALARS = {"u32": np.uint32, "i32": np.int32, "f32": np.float32}
 _SIZES = {"u32": 4, "i32": 4, "f32": 4, "f16": 2, "bool": 4}
@@ -154,7 +159,7 @@ def assemble(main: str, parts: tuple[AnyPart, ...] = (), options: Mapping[str, O
     code = _COMMENT.sub("", body)
     declared = dict(_OVERRIDE.findall(code))
     prelude = "".join(_declaration(k, v) for k, v in options.items() if k not in declared)
-    features = frozenset(f for f, pattern in _FEATURES.items() if re.search(pattern, prelude + code))
+    features = frozenset(f for f, (word, pattern) in _FEATURES.items() if word in prelude + code and pattern.search(prelude + code))
     buffers: list[tuple[str, str]] = []
 
     def number(match: re.Match[str]) -> str:
@@ -182,7 +187,12 @@ def assemble(main: str, parts: tuple[AnyPart, ...] = (), options: Mapping[str, O
 
 
 def _unroll(text: str, options: Mapping[str, Option]) -> str:
-    while match := _UNROLL.search(text):
+    done = 0  # before it there are no blocks; searching anew took half of the time that a text takes
+    while (done := text.find("//@ unroll", done)) >= 0:
+        match = _UNROLL.search(text, text.rfind("\n", 0, done) + 1)
+        if match is None:
+            break
+        done = match.start()
         count = int(options[match[2]]) if match[2] in options else int(match[2])
         body = match[3]
         if "//@ unroll" in body:  # the innermost block first: start again after the inner opening
@@ -244,9 +254,14 @@ def evaluate(expression: str, values: Mapping[str, float]) -> int:
         raise ValueError(f"not integer arithmetic: {expression!r}")
 
     try:
-        return walk(ast.parse(re.sub(r"\b(\d+)u\b", r"\1", expression.strip()), mode="eval").body)
+        return walk(_parsed(expression))
     except SyntaxError:
         raise ValueError(f"not integer arithmetic: {expression!r}") from None
+
+
+@cache
+def _parsed(expression: str) -> ast.expr:
+    return ast.parse(re.sub(r"\b(\d+)u\b", r"\1", expression.strip()), mode="eval").body
 
 
 def _bytes(kind: str, values: Mapping[str, float]) -> int:
