@@ -23,7 +23,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     squares = fma(v, v, squares);
   }
   let mean = team_add(dot(squares, vec4<f32>(1.0))) / f32(ROW) + params.eps;
-  let factor = inverseSqrt(max(mean, 1.2e-38));
+  let factor = inverseSqrt(select(mean, 1.2e-38, mean < 1.2e-38));
   if (row < params.rows) {
     for (var c = lane; c < ROW_WIDTH; c += LANES) { out_store(at, c, x_load(at, c) * factor * weight_load(0u, c)); }
   }

@@ -6,7 +6,7 @@ import pytest
 from tests.block.layers import random_matrix, rows
 from tests.block.test_int8 import project
 from tests.helpers import nmse
-from wgattn import reference
+from wgattn import reference, rms_norm
 from wgattn.block.prepared import half_stride, record_half
 from wgattn.gpu import Recording, StepState
 
@@ -63,3 +63,14 @@ def test_x_as_halves_for_matrix_units_shows_it(devices, rng, variant, norm):
         with np.errstate(invalid="ignore"):
             got = (halves.astype(np.float32) * scale[:, None]).sum(1)  # as a row of ones would
         assert np.isfinite(got).tolist() == [t != token for t in range(tokens)], (BAD[i % 4], token, column)
+
+
+@pytest.mark.parametrize("width", [8, 37, 2048])
+def test_rms_norm(devices, rng, width):
+    """Its mean square is none then, and nothing of the row is a number; other rows do not notice."""
+    for variant in ("software", "gpu_shape", "gpu_shape_no_subgroup"):
+        x = rng.standard_normal((3, width)).astype(np.float32)
+        x[1, rng.integers(width)] = np.nan
+        y = rms_norm(devices[variant].tensor(x), devices[variant].tensor(np.ones(width, np.float32)), 1e-5).numpy()
+        assert np.isnan(y[1]).all(), variant
+        assert np.isfinite(y[[0, 2]]).all(), variant
