@@ -93,8 +93,7 @@ class Compiler:
             self.gpu.limits[f"max-{name}"]
             for name in ("compute-invocations-per-workgroup", "compute-workgroup-storage-size", "storage-buffers-per-shader-stage")
         )
-
-        self.subgroup = int(adapter.info.get("stackgroup_max_size") or 1)
+        self.multiple = backend.matrix_workgroup(adapter)
 
     def missing(self, source: Source) -> str | None:
         """A feature without which the compiler is not even asked, or None."""
@@ -102,8 +101,8 @@ class Compiler:
 
     def _fits(self, source: Source) -> bool:
         storage = sum(kind != "uniform" for _, kind in source.buffers)
-        if "matrix" in source.features and source.workgroup_size % self.subgroup:
-            return False  # on an adapter that may run subgroups so large
+        if "matrix" in source.features and source.workgroup_size % self.multiple:
+            return False
         return source.workgroup_size <= self.invocations and source.workgroup_storage <= self.memory and storage <= self.buffers
 
     def compile(self, source: Source, pipeline: bool = True) -> str | None:

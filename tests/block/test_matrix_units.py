@@ -7,12 +7,17 @@ import pytest
 
 from tests.block.test_linear import random_matrix
 from tests.helpers import assert_untouched, nmse, poison, split_canary, with_canary
+from tools.shaders import sources
 from wgattn import FusedMLP, reference
+from wgattn.attention import flash_matrix
+from wgattn.attention.problem import Problem
 from wgattn.block.arithmetic import resolve
 from wgattn.block.linear import Matrix, MatrixShape, choose_linear, half_fits, pad_vector, padded, record_linear
 from wgattn.block.prepared import record_half
 from wgattn.block.quant import FORMATS
-from wgattn.gpu import Device, DeviceProfile, Recording, StepState
+from wgattn.errors import CapacityError
+from wgattn.gpu import Device, DeviceProfile, Kernel, Recording, StepState
+from wgattn.gpu.paper import PROFILES, PaperDevice
 from wgattn.gpu.shader import assemble
 
 UNITS = (("f16", "f32", 16, 16, 16),)
@@ -20,6 +25,23 @@ UNITS = (("f16", "f32", 16, 16, 16),)
 
 def with_units(profile: DeviceProfile, **changes) -> DeviceProfile:
     return replace(profile, **{"kind": "DiscreteGPU", "subgroup_size": 32, "f16": True, "matrix_units": UNITS, **changes})
+
+
+def test_workgroups_are_whole_subgroups_of_the_largest_size(device: Device):
+    """Dawn refuses others, where subgroups may be larger than those that kernels are found to run in."""
+    profile = with_units(device.profile, workgroup_memory=49152, matrix_workgroup=128)
+    problem = Problem(1, 8, 8, 300, 300, 64, 64, 0.125, half=True)
+    shapes = [choose_linear(profile, rows, 2048, 512, arithmetic="half") for rows in (64, 16384)] + flash_matrix.fitting(profile, problem)
+    assert shapes
+    assert all(s.workgroup % 128 == 0 for s in shapes)
+    assert any(s.workgroup % 128 for s in flash_matrix.fitting(replace(profile, matrix_workgroup=1), problem))
+    assert not half_fits(replace(profile, matrix_workgroup=4096), 512)
+    reason = flash_matrix.unsupported(replace(profile, backend="dawn", matrix_workgroup=4096), problem)
+    assert "multiple of 4096" in reason
+    source = next(s for s in sources(["GPU, matrix units"]).values() if s.name == "block/linear_matrix")
+    paper = PaperDevice(replace(PROFILES["GPU, matrix units"], matrix_workgroup=4096))
+    with pytest.raises(CapacityError, match="multiples of 4096"):
+        Kernel(paper, source)
 
 
 def test_matrix_units_are_used_only_where_they_are(device: Device):

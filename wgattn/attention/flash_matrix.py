@@ -52,6 +52,7 @@ def fitting(profile: DeviceProfile, problem: Problem, **variant: bool) -> list[F
     """Shapes that fit the device and the problem, the quickest for large ones first. variant: fields of the shapes."""
     shapes = [FlashMatrixShape(teams, keys, profile.subgroup_size, **variant) for teams, keys in _SHAPES]
     fit = [s for s in shapes if s.workgroup_bytes(problem) <= profile.workgroup_memory and s.workgroup <= profile.max_invocations]
+    fit = [s for s in fit if s.workgroup % profile.matrix_workgroup == 0]
     return sorted(fit, key=lambda s: s.teams > 4 and s.keys > 16 and problem.head_dim <= 64)
 
 
@@ -72,7 +73,8 @@ def unsupported(profile: DeviceProfile, problem: Problem) -> str | None:
         f16 = "has" if profile.f16 else "lacks"
         return f"it needs f16, which the device {f16}, and subgroups of {', '.join(map(str, _SUBGROUPS))} lanes, not of {profile.subgroup_size}."
     if not fitting(profile, problem):
-        return f"heads of {problem.head_dim} and {problem.value_dim} do not fit {profile.workgroup_memory} bytes of workgroup memory."
+        whole = f" in workgroups of a multiple of {profile.matrix_workgroup}" if profile.matrix_workgroup > profile.subgroup_size else ""
+        return f"heads of {problem.head_dim} and {problem.value_dim} do not fit {profile.workgroup_memory} bytes of workgroup memory{whole}."
     return common.beyond_limits(profile, problem)
 
 

@@ -102,9 +102,10 @@ class MatrixShape:
         return max(2 * self.buffers * (self.step + 8) * (self.tokens + self.rows), 64 * self.sub_rows * self.workgroup // self.subgroup)
 
     def fits(self, profile: DeviceProfile) -> bool:
-        """Within the device's limits, and each invocation has whole loads to do."""
+        """Within the device's limits, of whole subgroups, and each invocation has whole loads to do."""
         loads = self.rows * self.step // 16 % self.workgroup == 0 and self.tokens * self.step // 8 % self.workgroup == 0
-        return loads and self.workgroup_bytes <= profile.workgroup_memory and self.workgroup <= profile.max_invocations
+        whole = loads and self.workgroup % profile.matrix_workgroup == 0
+        return whole and self.workgroup_bytes <= profile.workgroup_memory and self.workgroup <= profile.max_invocations
 
     def parts(self, profile: DeviceProfile) -> tuple[str, ...]:
         return ()

@@ -45,6 +45,8 @@ class Kernel:
             raise CapacityError(f"{source.name} needs {source.workgroup_storage} bytes of workgroup memory; {profile.name} has {profile.workgroup_memory}.")
         if source.workgroup_size > profile.max_invocations:
             raise CapacityError(f"{source.name} needs workgroups of {source.workgroup_size}; {profile.name} allows {profile.max_invocations}.")
+        if "matrix" in source.features and source.workgroup_size % profile.matrix_workgroup:
+            raise CapacityError(f"{source.name} needs workgroups of {source.workgroup_size}; {profile.name} wants multiples of {profile.matrix_workgroup}.")
         storage = sum(kind != "uniform" for _, kind in source.buffers)
         if storage > profile.max_storage_buffers:
             raise CapacityError(f"{source.name} binds {storage} storage buffers; {profile.name} allows {profile.max_storage_buffers}.")

@@ -42,6 +42,8 @@ class DeviceProfile:
     storage_alignment: int
     matrix_units: tuple[tuple[str, str, int, int, int], ...] = ()
     """(input type, result type, M, N, K) of each matrix-unit shape; empty where the backend cannot use them."""
+    matrix_workgroup: int = 1
+    """Invocations that workgroups of kernels on matrix units must be a multiple of: the largest subgroup there can be."""
 
     @property
     def software(self) -> bool:
@@ -85,6 +87,7 @@ def describe_limits(device: Device) -> dict:
         "max_workgroups": limits["max-compute-workgroups-per-dimension"],
         "storage_alignment": limits["min-storage-buffer-offset-alignment"],
         "matrix_units": device.backend.matrix_shapes(device.adapter) if webgpu.MATRIX_UNITS in device.gpu.features else (),
+        "matrix_workgroup": device.backend.matrix_workgroup(device.adapter),
     }
 
 

@@ -154,6 +154,10 @@ class Backend:
         """Matrix-unit shapes as (input type, result type, M, N, K). wgpu-native 29 cannot enable its cooperative matrices."""
         return ()
 
+    def matrix_workgroup(self, adapter: Any) -> int:
+        """What workgroups of kernels on matrix units must be a multiple of, in invocations."""
+        return 1
+
 
 class DawnBackend(Backend):
     """Dawn through wgpudawn."""
@@ -202,6 +206,9 @@ class DawnBackend(Backend):
             return ()
         fields = ("component_type", "result_component_type", "m", "n", "k")
         return tuple(tuple(c[f] for f in fields) for c in configs if all(f in c for f in fields))
+
+    def matrix_workgroup(self, adapter: Any) -> int:
+        return int(adapter.info.get("stackgroup_max_size") or adapter.info.get("subgroup_max_size") or 1)  # the largest subgroup; so wgpu-py calls it
 
 
 def load(name: str | None = None) -> Backend:
