@@ -96,18 +96,36 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
+_shared: list[Device] = []
+"""Devices that live as long as the session."""
+_MOST_KERNELS = 200
+"""That each of them keeps from one file of tests to the next: software drivers take some megabytes for a kernel, and compile it again from their cache."""
+
+
+def shared(device: Device) -> Device:
+    assert device.profile  # measured now: tests that count objects or swap shaders must not see the probe
+    _shared.append(device)
+    return device
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_kernels() -> Iterator[None]:
+    yield
+    for device in _shared:
+        if len(device._kernels) > _MOST_KERNELS:
+            device._kernels.clear()
+
+
 @pytest.fixture(scope="session")
 def device() -> Device:
     """The device as it is."""
-    found = wgattn.default_device()
-    assert found.profile  # measured now: tests that count objects or swap shaders must not see the probe
-    return found
+    return shared(wgattn.default_device())
 
 
 @pytest.fixture(scope="session")
 def units() -> Device:
     """A device with matrix units: Dawn on a GPU that has them."""
-    found = Device(backend="dawn")
+    found = shared(Device(backend="dawn"))
     assert found.profile.matrix_units, f"{found} has no matrix units"
     return found
 
@@ -118,7 +136,7 @@ def emulated_units() -> Device:
     made = EmulatedUnits(workgroup_memory=49152)
     if not made.profile.f16:
         pytest.skip(f"{made} has no f16, of which matrix units are made.")
-    return made
+    return shared(made)
 
 
 def with_profile(limits: Mapping[str, int] | None = None, **changes: object) -> Device:
@@ -152,7 +170,7 @@ class Devices(Mapping):
 
     def __getitem__(self, name: str) -> Device:
         if name not in self._made:
-            self._made[name] = _VARIANTS[name]()
+            self._made[name] = shared(_VARIANTS[name]())
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -110,6 +110,20 @@ class WideProfile(DeviceProfile):
 # ---- what a device lacks
 
 
+@cache
+def exp2_of_nan(device: Device) -> float:
+    """NaN, as a rule; WGSL does not promise it, and SwiftShader says infinity."""
+    text = """
+@group(0) @binding(0) var<storage, read_write> x: array<f32>;
+@compute @workgroup_size(1)
+fn main() { x[0] = exp2(x[0]); }
+"""
+    recording, x = Recording(device), device.tensor(np.full(4, np.nan, np.float32))
+    recording.add(text_kernel(device, text, {"x": "storage"}, workgroup_size=1), (1,), {"x": x})
+    recording.replay()
+    return float(x.numpy()[0])
+
+
 def not_available(reason: str) -> NoReturn:
     """End the test: it cannot be run on this device, for a reason that the report of stacks shows."""
     pytest.skip(NOT_AVAILABLE + reason)

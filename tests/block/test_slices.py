@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.helpers import dirty_workgroup_memory, poison
+from tests.helpers import dirty_workgroup_memory, not_available, poison
 from wgattn import reference
 from wgattn.attention.kv_cache import KVCache
 from wgattn.block import slices
@@ -132,6 +132,8 @@ def test_dispatches_of_a_layer(devices, rng):
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 def test_models_of_three_dispatches_a_layer(devices, rng, arch):
     """Against the reference, across the lengths at which attention takes other shapes; the same tokens as a model that leaves no sums."""
+    if devices["gpu_shape"].profile.subgroup_size < 8:
+        not_available("subgroups have less than 8 lanes.")
     E = 128
     sizes = {"block_count": 3, "embedding_length": E, "feed_forward_length": 192}
     sizes |= {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 64}

@@ -62,7 +62,7 @@ MOST = 2**31 - 1
 """The largest size or count that is taken for one."""
 
 
-def whole(name: str, number: int, least: int = 1, most: int = MOST) -> int:
+def whole(name: str, number: int, least: int = 1, most: float = MOST) -> int:
     """The number, or ArgumentError when it is not whole, below `least` or above `most`, TypeError when it is none."""
     try:
         found = int(number)

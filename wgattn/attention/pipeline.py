@@ -72,7 +72,7 @@ class AttentionPipeline:
         device: Device | None = None,
     ):
         num_heads, num_kv_heads, head_dim = whole("num_heads", num_heads), whole("num_kv_heads", num_kv_heads), whole("head_dim", head_dim)
-        batch, capacity, growth = whole("batch", batch), whole("capacity", capacity), whole("growth", growth, 0)
+        batch, capacity, growth = whole("batch", batch), whole("capacity", capacity), whole("growth", growth, 0, math.inf)
         if num_heads % num_kv_heads:
             raise ShapeError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads: it does not divide.")
         self.device = device_or_default(device)
