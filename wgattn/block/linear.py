@@ -257,7 +257,7 @@ def record_linear(
         norm = "shared" if 4 * padded(matrix.columns) <= room else "rms"
     of_x = {"x": x}
     if prepared:
-        of_x = {"x": x} | (record_half if half else record_int8)(recording, step, x, tokens, matrix.columns, gamma, eps, token, label)
+        of_x = (record_half if half else record_int8)(recording, step, x, tokens, matrix.columns, gamma, eps, token, label)
     for piece in matrix:
         source, sums = "block/parts/source_plain", {}
         if isinstance(x, Stream):
